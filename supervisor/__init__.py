@@ -1,0 +1,1 @@
+"""The daemon that owns the worker process, its logs and its history."""
