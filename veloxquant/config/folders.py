@@ -1,4 +1,4 @@
-"""Where the program keeps its files: one rule for settings, models, state, logs and sockets."""
+"""Where the program keeps settings, models and state; `supervisor/paths.py` adds its own."""
 
 import os
 from dataclasses import dataclass
@@ -15,8 +15,6 @@ class Folders:
     config: Path
     data: Path
     state: Path
-    logs: Path
-    run: Path
 
     @property
     def models(self) -> Path:
@@ -32,8 +30,8 @@ class Folders:
 def folders() -> Folders:
     """The folders in force: below `VELOXQUANT_HOME` when that is set, else the platform's own."""
     if home := os.environ.get(HOME_VARIABLE):
-        root = Path(home).expanduser()
-        return Folders(*(root / name for name in ("config", "data", "state", "logs", "run")))
+        root = Path(home).expanduser().absolute()
+        return Folders(*(root / name for name in ("config", "data", "state")))
     from platformdirs import PlatformDirs  # 10 ms, not needed when a home is given
 
     dirs = PlatformDirs(APP, appauthor=False)
@@ -41,6 +39,4 @@ def folders() -> Folders:
         dirs.user_config_path,
         dirs.user_data_path,
         dirs.user_state_path,
-        dirs.user_log_path,
-        dirs.user_runtime_path,
     )

