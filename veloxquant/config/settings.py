@@ -98,15 +98,15 @@ def check(entry: Setting, value: Any) -> Any:
     """
     if value is None and entry.optional:
         return None
-    kind = entry.kind
-    right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if kind is list:
-        right = right and all(isinstance(item, str) for item in value)
+    right = isinstance(value, entry.kind) and (entry.kind is bool or not isinstance(value, bool))
+    if entry.kind is list:
+        right = isinstance(value, list) and all(isinstance(item, str) for item in value)
     if not right:
         raise SettingError(f"{entry.key}={value!r} is not possible; it must be {_legal(entry)}")
-    low = entry.low is not None and value < entry.low
-    high = entry.high is not None and value > entry.high
-    if low or high or (entry.choices and value not in entry.choices):
+    outside = isinstance(value, int) and not (
+        (entry.low is None or value >= entry.low) and (entry.high is None or value <= entry.high)
+    )
+    if outside or (entry.choices and value not in entry.choices):
         raise SettingError(f"{entry.key}={value!r} is not possible; it must be {_legal(entry)}")
     return value
 

@@ -7,7 +7,7 @@ bfloat16; the tokenizer is rebuilt from the vocabulary and merges in the file.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 GROUP_SIZE = 32
 CONTROL_TOKEN = 3
@@ -165,7 +165,9 @@ def convert(gguf: Path, folder: Path) -> None:
     """
     import mlx.core as mx
 
-    raw, meta = mx.load(str(gguf), return_metadata=True)  # pyright: ignore[reportGeneralTypeIssues]
+    raw, meta = cast(
+        "tuple[dict[str, Any], dict[str, Any]]", mx.load(str(gguf), return_metadata=True)
+    )
     if (kind := _scalar(meta, "general.architecture")) != "llama":
         raise ValueError(f"expected a llama-type model in {gguf.name}, found {kind!r}")
     config = model_config(meta)

@@ -61,6 +61,10 @@ def _defines_model(module: str) -> bool:
     return "\nclass Model(" in text or "import Model" in text
 
 
+CODE_KEYS = ("model_file", "auto_map")
+"""Entries by which a model asks for its own Python code to be run."""
+
+
 def refusal(config: dict[str, Any]) -> str:
     """Why the installed mlx-lm cannot load such a model; empty when it can."""
     if mlx_lm_folder() is None:
@@ -68,8 +72,6 @@ def refusal(config: dict[str, Any]) -> str:
     kind = config.get("model_type")
     if not isinstance(kind, str) or not kind:
         return "config.json names no model_type"
-    if config.get("model_file"):
-        return "wants to run program code of its own (model_file), which is not allowed"
     if not _defines_model(module_of(config)):
         return f"model type {kind!r} is unknown to the installed mlx-lm"
     return ""

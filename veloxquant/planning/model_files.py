@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from veloxquant.planning.mlx_models import refusal
+from veloxquant.planning.mlx_models import CODE_KEYS, refusal
 from veloxquant.planning.safetensors import HeaderError, Tensor, read_header
 
 MAX_CONFIG_BYTES = 8 << 20
@@ -156,11 +156,25 @@ def inspect(folder: Path) -> tuple[dict[str, Any], Weights]:
     """
     config = read_json(folder / "config.json")
     tensors = read_weights(folder)
+    _refuse_code(folder, config)
     if reason := refusal(config):
         raise ModelFilesError(reason)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise ModelFilesError("has no tokenizer")
     return config, summarise(tensors, config)
+
+
+def _refuse_code(folder: Path, config: dict[str, Any]) -> None:
+    """Raise when the model asks to run Python code of its own, as the worker would."""
+    tables = {"config.json": config}
+    if (folder / "tokenizer_config.json").is_file():
+        tables["tokenizer_config.json"] = read_json(folder / "tokenizer_config.json")
+    for file, table in tables.items():
+        for key in CODE_KEYS:
+            if table.get(key):
+                raise ModelFilesError(
+                    f"{file} asks to run the model's own Python code ({key}), which is never done"
+                )
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -1,0 +1,245 @@
+"""What fits: bytes, prefill peak and longest context of every method for one model.
+
+All bytes of compressed layers come from the method table (`cache/table.py`), which the caches
+follow too; there is no second table of ratios.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from veloxquant.cache.plans import PREFILL_CHUNK, workspace
+from veloxquant.cache.table import TABLE, MethodRow, row_of
+from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
+from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.planning.model_shape import ModelShape
+
+Limit = Literal["weights", "kv", "prompt phase", "native context"]
+PROGRAM_BYTES = 350 << 20
+"""Python, MLX and the tokenizer of a worker without a model."""
+GRID = 32
+"""Steps of the search for the longest context, on each of its two levels."""
+LEAST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes at one length: program + weights + kv when answering, `peak` while reading a prompt."""
+
+    weights: int
+    kv: int
+    native: int
+    work: int
+    program: int
+    prompt_kv: int
+
+    @property
+    def resident(self) -> int:
+        """Bytes while answers are written."""
+        return self.program + self.weights + self.kv + self.native
+
+    @property
+    def peak(self) -> int:
+        """Most bytes, while the prompt is read."""
+        return max(self.resident, self.resident - self.kv + self.prompt_kv + self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class FitRow:
+    """One method for one model. `why` says why it is left out; bytes are None then.
+
+    `known` says how a number is known: kv bytes are exact, the peak is an estimate, quality and
+    speed are unknown (`-`) until measured.
+    """
+
+    method: str
+    kind: str
+    ready: bool
+    why: str = ""
+    note: str = ""
+    bits: float | None = None
+    kv_bytes: int | None = None
+    native_bytes: int | None = None
+    ratio: float | None = None
+    resident_bytes: int | None = None
+    peak_bytes: int | None = None
+    max_context: int | None = None
+    limit: Limit | None = None
+    fits: bool = False
+    known: str = "-"
+
+    def as_data(self) -> dict[str, Any]:
+        """The row for JSON."""
+        return asdict(self)
+
+
+class Sizer:
+    """Bytes of one method and model at any length.
+
+    Args:
+        model: its shape.
+        config: method and settings; checked once, here.
+
+    Raises:
+        QuantizerConfigError: when the configuration cannot work or the method is planned.
+    """
+
+    def __init__(self, model: ModelShape, config: KVCacheConfig) -> None:
+        self.model = model
+        self.config = config
+        self.row = row_of(config.method)
+        self.row.check(config)
+        if self.row.held is None:
+            self.row.load()
+            raise QuantizerConfigError(f"method {config.method!r} gives no size")
+        self._held = self.row.held
+
+    def rows(self, tokens: int) -> int:
+        """Tokens that the first compressed layer keeps of `tokens`."""
+        for shape, _ in self.model.layers:
+            return self._held(self.config, shape, tokens).rows
+        return tokens
+
+    def need(self, tokens: int, batch: int = 1) -> Need:
+        """Bytes for `batch` conversations of `tokens` tokens each."""
+        model, kv, prompt, work = self.model, 0, 0, 0
+        itemsize = 4 if model.backend == "cpu" else 2
+        for shape, count in model.layers:
+            held = self._held(self.config, shape, tokens)
+            passing = workspace(shape, tokens, PREFILL_CHUNK)
+            kv += count * held.nbytes
+            # `held.peak` counts the work of one layer; layers are read one after the other
+            prompt += count * max(held.nbytes, held.peak - passing)
+            work = max(work, passing)
+        rows = min(tokens, PREFILL_CHUNK)
+        work += rows * (3 * model.intermediate + 4 * model.hidden) * itemsize
+        work += model.vocabulary * 4
+        return Need(
+            weights=model.resident_weights,
+            kv=batch * kv,
+            native=batch * model.native_bytes(tokens),
+            work=batch * work,
+            program=PROGRAM_BYTES,
+            prompt_kv=batch * prompt,
+        )
+
+    def max_context(self, room: int, batch: int = 1) -> tuple[int, Limit]:
+        """Longest context that fits into `room` bytes, at most the native one, and what limits it.
+
+        A cache may shrink a little when a window moves into the packed body, so the search goes
+        along a grid and stops at the first length that does not fit: more room never gives less.
+        """
+        least = self.need(min(LEAST_TOKENS, self.model.native_context), batch)
+        if least.peak > room:
+            if least.program + least.weights > room:
+                return 0, "weights"
+            return 0, _which(least, room)
+        low, high = LEAST_TOKENS, self.model.native_context
+        if low >= high:
+            return high, "native context"
+        limit: Limit = "native context"
+        for _ in range(2):
+            fitting, stopper = low, None
+            for tokens in _steps(low, high):
+                need = self.need(tokens, batch)
+                if need.peak > room:
+                    stopper = tokens
+                    limit = _which(need, room)
+                    break
+                fitting = tokens
+            low = fitting
+            if stopper is None:
+                return low, limit
+            high = stopper
+        return low, limit
+
+
+def _steps(low: int, high: int) -> Iterator[int]:
+    """`GRID` lengths above `low`, the last one `high`."""
+    step = max(1, -(-(high - low) // GRID))
+    yield from range(low + step, high, step)
+    yield high
+
+
+def _which(need: Need, room: int) -> Limit:
+    return "kv" if need.resident > room else "prompt phase"
+
+
+def fit_row(
+    model: ModelShape,
+    row: MethodRow,
+    context: int,
+    batch: int,
+    room: int,
+    *,
+    options: dict[str, Any] | None = None,
+) -> FitRow:
+    """One method for one model; a method or setting that cannot work is a row with a reason."""
+    if not row.is_ready:
+        return FitRow(row.name, row.kind, False, why="documented but not built yet")
+    head_dim = next((shape.k_dim for shape, _ in model.layers), 128)
+    try:
+        config = KVCacheConfig(method=row.name, head_dim=head_dim).with_fields(**(options or {}))
+        sizer = Sizer(model, config)
+    except (QuantizerConfigError, AttributeError) as error:
+        return FitRow(row.name, row.kind, True, why=str(error))
+    if not model.layers and row.name != BASELINE:
+        return FitRow(row.name, row.kind, True, why="no layer of this model can be compressed")
+    need = sizer.need(context, batch)
+    plain = batch * context * model.kv_bytes_per_token
+    kept = sizer.rows(context)
+    longest, limit = sizer.max_context(room, batch)
+    values = plain // (4 if model.backend == "cpu" else 2)
+    return FitRow(
+        method=row.name,
+        kind=row.kind,
+        ready=True,
+        note=f"keeps {kept:,} of {context:,} tokens" if kept < context else "",
+        bits=round(8 * need.kv / values, 2) if values else None,
+        kv_bytes=need.kv,
+        native_bytes=need.native,
+        ratio=round(plain / need.kv, 2) if need.kv else None,
+        resident_bytes=need.resident,
+        peak_bytes=need.peak,
+        max_context=longest,
+        limit=limit,
+        fits=context <= longest,
+        known="exact bytes",
+    )
+
+
+def fit_table(
+    model: ModelShape,
+    context: int,
+    batch: int,
+    room: int,
+    *,
+    methods: Sequence[str] = (),
+) -> list[FitRow]:
+    """All methods for one model at `context` tokens and `batch` conversations, best first.
+
+    Methods that fit come first; among them those that keep every token, by longest context, then by
+    bytes. Those left out come last.
+    """
+    rows = [row_of(name) for name in methods] or list(TABLE.values())
+    table = [fit_row(model, row, context, batch, room) for row in rows]
+    return sorted(table, key=_rank)
+
+
+def _rank(row: FitRow) -> tuple[Any, ...]:
+    out = row.max_context is None
+    evicts = bool(row.note)
+    return (
+        out, not row.ready, not row.fits, evicts, -(row.max_context or 0), row.kv_bytes or 0
+    )  # fmt: skip
+
+
+def best_start(table: Sequence[FitRow]) -> FitRow | None:
+    """The method to propose, or None when nothing fits.
+
+    Uncompressed while that fits, else the first that keeps every token, else the first of all.
+    """
+    fitting = [row for row in table if row.fits]
+    plain = [row for row in fitting if row.method == BASELINE]
+    whole = [row for row in fitting if not row.note]
+    return next(iter(plain or whole or fitting), None)
