@@ -46,10 +46,12 @@ FAILURES: dict[str, Failure] = {
                 "Try a method that needs less memory, or a shorter context.", True),
         Failure("aborted", -6, "The server was aborted (signal 6): possibly GPU memory.",
                 "Try a method that needs less memory, or a shorter context.", True),
-        Failure("crash_loop", 0, "The server crashed five times within two minutes.",
+        Failure("crash_loop", 0, "The server crashed again after five restarts in two minutes.",
                 "Look at the last lines below, then start with other settings.", False),
         Failure("stalled", 0, "Starting made no progress for too long.",
                 "Look at the log; a smaller model or method may help.", True),
+        Failure("unresponsive", 0, "The server gave no sign of life for two minutes.",
+                "It is started again by itself; look at the stack dump in the log.", True),
         Failure("crashed", 0, "The server ended without saying why.",
                 "Look at the log; it is started again by itself.", True),
     )

@@ -443,6 +443,15 @@ def decode(raw: bytes | str) -> list[Any]:
     return out if isinstance(out, list) else [out]
 
 
+def plain(value: Any) -> Any:
+    """Structs as dicts with every field, defaults included; what `Done.result` carries."""
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
 def args_of(command: Command, kind: type[_Args]) -> _Args:
     """Typed arguments of a command.
 

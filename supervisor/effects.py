@@ -1,0 +1,66 @@
+"""What the state machine asks its shell to do, its time limits, and how it refuses."""
+
+from typing import Literal, NamedTuple
+
+from veloxquant.supervisor.messages import LaunchSpec, Stage, State
+
+
+class Limits(NamedTuple):
+    """Time limits of a server, seconds.
+
+    `stage` is how long a start-up stage may go without progress, `short_stage` the same for the
+    trial token and the listening; a stopped worker is killed `kill_after` past its grace.
+    """
+
+    stage: float = 300.0
+    short_stage: float = 60.0
+    silent: float = 10.0
+    dead: float = 120.0
+    slept: float = 30.0
+    kill_after: float = 0.8
+    load_stop: float = 2.0
+    farewell: float = 2.0
+
+    def of_stage(self, stage: Stage) -> float:
+        """Budget of one start-up stage."""
+        return self.short_stage if stage in ("canary", "listen") else self.stage
+
+
+class Publish(NamedTuple):
+    """Tell every viewer the new state."""
+
+    state: State
+
+
+class Spawn(NamedTuple):
+    """Start the worker process; answer with `spawned` or `spawn_failed`."""
+
+    spec: LaunchSpec
+
+
+class Drain(NamedTuple):
+    """Ask the worker to finish its answers; answer with `drained`."""
+
+    seconds: float
+
+
+class Signal(NamedTuple):
+    """Send a signal: `term` and `kill` to the whole group, `stack` asks for a stack dump."""
+
+    kind: Literal["term", "kill", "stack"]
+
+
+class Release(NamedTuple):
+    """Give up what outlives a worker: the listening socket and the token."""
+
+
+Effect = Publish | Spawn | Drain | Signal | Release
+
+
+class RefusedError(ValueError):
+    """Raised when a command does not fit the phase; `code` and `hint` go to the asker."""
+
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.hint = hint
