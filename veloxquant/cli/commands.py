@@ -96,12 +96,8 @@ _LEVEL = flag("--level", choices=("debug", "info", "warning", "error"), default=
               help="least level to show")  # fmt: skip
 
 COMMANDS: tuple[Command, ...] = (
-    Command("panel", "open the control panel (also without any command)", "panel:run", (
-        flag("--web", action="store_true", help="serve the panel to a browser on this machine"),
-        flag("--read-only", action="store_true", help="watch, change nothing"),
-        flag("--plain", action="store_true", help="line mode, for screen readers and TERM=dumb"),
-    )),
-    Command("up", "start the server and wait until it is ready", "server:up", (
+    Command("panel", "open the control panel (also without any command)", "panel:run"),
+    Command("up", "start the server and wait until it is ready", "up:up", (
         flag("model", nargs="?", metavar="MODEL",
              help="name as `vq models ls` shows it, or a folder; default: the last one used"),
         _METHOD, _BITS, _SET, _CONTEXT,

@@ -8,7 +8,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from veloxquant import __version__
@@ -54,9 +54,22 @@ def _add(command: Command, parsers: Any) -> None:
         parser.set_defaults(run=default.run, **_defaults(default))
         return
     for flag in command.flags:
-        parser.add_argument(*flag.names, **flag.options)
+        action = parser.add_argument(*flag.names, **flag.options)
+        if action.dest in ("model", "method"):
+            action.completer = _completer(action.dest)  # pyright: ignore[reportAttributeAccessIssue]
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     parser.set_defaults(run=command.run)
+
+
+def _completer(dest: str) -> Callable[..., list[str]]:
+    """What argcomplete offers for a model or a method."""
+
+    def names(**_: Any) -> list[str]:
+        from veloxquant.cli import completion
+
+        return completion.model_names() if dest == "model" else completion.method_names()
+
+    return names
 
 
 def _defaults(command: Command) -> dict[str, Any]:
@@ -80,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
     parsers = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS:
         _add(command, parsers)
-    parser.set_defaults(run="panel:run", web=False, read_only=False, plain=False)
+    parser.set_defaults(run="panel:run")
     return parser
 
 

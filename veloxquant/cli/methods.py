@@ -6,25 +6,17 @@ caches that keep an uncompressed copy; none of ours does, so the tiers here are 
 """
 
 import argparse
-import dataclasses
 import json
-import types
-import typing
 from typing import Any
 
 from veloxquant.cache.table import TABLE, MethodRow
 from veloxquant.cli import exit_codes
 from veloxquant.cli.output import CliError, clean, result, table
-from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
+from veloxquant.config.kv_cache import BASELINE
+from veloxquant.planning.method_settings import fields_of
 
 SCHEMA_VERSION = 1
 DEFAULT_METHOD = "turboquant_rvq"
-SOURCE_FIELDS = {
-    "turboquant_rvq": ("bit_width_inlier", "seed"),
-    "kivi": ("bit_width_inlier", "residual_length"),
-    "kivi_sink": ("bit_width_inlier", "residual_length", "n_sink_tokens"),
-}
-"""Common fields that a method reads besides its own options."""
 TIERS = {
     "honest_bytes": "available",
     "not_trimmable": "available (no prompt-cache trimming)",
@@ -32,50 +24,18 @@ TIERS = {
 }
 
 
-def config_fields(row: MethodRow) -> list[str]:
-    """Settings that mean something to this method, own options first."""
-    own = [field.name for field in dataclasses.fields(row.options)]
-    common = SOURCE_FIELDS.get(row.name, () if row.kind == "baseline" else ("seed",))
-    return own + [name for name in common if name not in own]
-
-
-def field_type(annotation: Any) -> tuple[str, bool]:
-    """Documented type name of an annotation, and whether it may be empty."""
-    parts = list(typing.get_args(annotation)) if _is_union(annotation) else [annotation]
-    optional = type(None) in parts
-    plain = [part for part in parts if part is not type(None)]
-    if len(plain) == 1 and plain[0] in (int, float, bool, str):
-        return plain[0].__name__, optional
-    if plain and all(typing.get_origin(part) in (list, tuple) or part in (tuple, list, int)
-                     for part in plain):  # fmt: skip
-        return ("array" if plain[0] is not int else "int"), optional
-    if plain and all(typing.get_origin(part) is typing.Literal for part in plain):
-        return "str", optional
-    return "unknown", optional
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
-
-
 def field_schema(row: MethodRow) -> list[dict[str, Any]]:
     """Type, default and whether it may be empty, for each setting of a method."""
-    hints = typing.get_type_hints(KVCacheConfig)
-    defaults = {field.name: field for field in dataclasses.fields(KVCacheConfig)}
-    out = []
-    for name in config_fields(row):
-        kind, optional = field_type(hints[name])
-        default = defaults[name].default
-        out.append(
-            {
-                "name": name,
-                "type": kind,
-                "default": None if default is dataclasses.MISSING else default,
-                "optional": optional,
-                "help": "",
-            }
-        )
-    return out
+    return [
+        {
+            "name": field.name,
+            "type": field.kind,
+            "default": field.default,
+            "optional": field.optional,
+            "help": "",
+        }
+        for field in fields_of(row.name).values()
+    ]
 
 
 def tier(row: MethodRow) -> str:
@@ -97,7 +57,7 @@ def as_data(row: MethodRow) -> dict[str, Any]:
         "maturity": "beta" if row.is_ready else "planned",
         "is_servable": row.is_ready,
         "blurb": row.blurb,
-        "config_fields": config_fields(row),
+        "config_fields": list(fields_of(row.name)),
         "field_schema": field_schema(row),
         "coverage": coverage,
         "coverage_label": "full estimate" if row.held else "no estimate",

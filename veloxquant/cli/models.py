@@ -125,8 +125,8 @@ def show(args: argparse.Namespace) -> int:
             warnings.append(f"sizes are unknown: {error}")
         else:
             facts = {
-                "layers": len(shape.layers) + len(shape.others),
-                "layers_compressed": len(shape.layers),
+                "layers": shape.n_layers,
+                "layers_compressed": shape.n_compressed,
                 "hidden_size": shape.hidden,
                 "native_context": shape.native_context,
                 "weights_resident_bytes": shape.resident_weights,

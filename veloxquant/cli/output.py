@@ -120,12 +120,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[in
 
 
 def gib(nbytes: int | None) -> str:
-    """Bytes for people: GiB from 1 GiB on, else MiB; `-` when unknown."""
+    """Bytes for people, in GiB, MiB or KiB; `-` when unknown."""
     if nbytes is None:
         return "-"
     if abs(nbytes) >= 1 << 30:
         return f"{nbytes / (1 << 30):.2f} GiB"
-    return f"{nbytes / (1 << 20):.1f} MiB"
+    if abs(nbytes) >= 1 << 20:
+        return f"{nbytes / (1 << 20):.1f} MiB"
+    return f"{nbytes / (1 << 10):.1f} KiB"
 
 
 def count(number: int | None) -> str:

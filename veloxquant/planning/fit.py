@@ -12,6 +12,7 @@ from veloxquant.cache.plans import PREFILL_CHUNK, workspace
 from veloxquant.cache.table import TABLE, MethodRow, row_of
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.planning.method_settings import SettingsError, config_of
 from veloxquant.planning.model_shape import ModelShape
 
 Limit = Literal["weights", "kv", "prompt phase", "native context"]
@@ -179,9 +180,8 @@ def fit_row(
         return FitRow(row.name, row.kind, False, why="documented but not built yet")
     head_dim = next((shape.k_dim for shape, _ in model.layers), 128)
     try:
-        config = KVCacheConfig(method=row.name, head_dim=head_dim).with_fields(**(options or {}))
-        sizer = Sizer(model, config)
-    except (QuantizerConfigError, AttributeError) as error:
+        sizer = Sizer(model, config_of(row.name, options or {}, head_dim))
+    except (QuantizerConfigError, SettingsError) as error:
         return FitRow(row.name, row.kind, True, why=str(error))
     if not model.layers and row.name != BASELINE:
         return FitRow(row.name, row.kind, True, why="no layer of this model can be compressed")

@@ -1,0 +1,236 @@
+"""`vq status`, `stop`, `restart`, `logs`, `shutdown`: the server that runs, from outside."""
+
+import argparse
+import asyncio
+import json
+import time
+from typing import Any
+
+from veloxquant.cli import exit_codes
+from veloxquant.cli.control import call, is_running, peek, refused
+from veloxquant.cli.output import CliError, clean, envelope, gib, result, talk
+from veloxquant.cli.starting import wait_until_ready
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def _no_server(as_json: bool) -> int:
+    if as_json:
+        result(envelope({"phase": "stopped", "supervisor": None}))
+    else:
+        result("stopped: no server is running")
+    return exit_codes.OK
+
+
+def status(args: argparse.Namespace) -> int:
+    """Say what is running; with --watch one line a change."""
+    if args.watch:
+        return _watch(args.json)
+    found = peek()
+    if found is None:
+        return _no_server(args.json)
+    if args.json:
+        result(envelope(_status_data(found)))
+        return exit_codes.OK
+    state = found["state"]
+    result(sentence(state, found.get("base_url")))
+    if stats := found.get("stats"):
+        result(gauges(stats))
+    for warning in state.get("warnings", []):
+        talk(f"warning: {clean(warning)}")
+    for line in state.get("last_lines", []) if state["phase"] in ("failed", "crashed") else ():
+        talk(f"  {clean(line)}")
+    return exit_codes.OK
+
+
+def _status_data(found: dict[str, Any]) -> dict[str, Any]:
+    """The status without local paths."""
+    spec = dict(found["state"].get("spec") or {})
+    if spec:
+        spec["model"] = spec.get("name") or spec["model"].rpartition("/")[2]
+    hidden = ("token_file", "history")
+    kept = {key: value for key, value in found.items() if key not in hidden}
+    state = found["state"] | {"spec": spec or None}
+    return kept | {"state": state, "phase": state["phase"]}
+
+
+def sentence(state: dict[str, Any], base_url: str | None = None) -> str:
+    """The state in one line that starts with its word."""
+    spec = state.get("spec") or {}
+    name = spec.get("name") or str(spec.get("model", "")).rpartition("/")[2]
+    what = f"{name} / {spec.get('method', '')}" if spec else "no server is running"
+    words = [f"{state['phase']}: {what}"]
+    if base_url:
+        words.append(base_url)
+    if state.get("pid"):
+        words.append(f"pid {state['pid']}")
+    if state.get("restarts"):
+        words.append(f"restarts {state['restarts']}")
+    if state.get("unresponsive"):
+        words.append("does not answer at the moment")
+    if state.get("retry_in"):
+        words.append(f"starts again in {state['retry_in']:.1f} s")
+    if reason := state.get("reason"):
+        words.append(" ".join(t for t in (reason.get("message"), reason.get("detail")) if t))
+    return clean("   ".join(words))
+
+
+def gauges(stats: dict[str, Any]) -> str:
+    """The gauges in one line."""
+    return (
+        f"memory {gib(stats['footprint'])} of {gib(stats['limit'])}   "
+        f"kv claimed {gib(stats['kv_claimed'])} resident {gib(stats['kv_resident'])}   "
+        f"decode {stats['decode_tps']:.1f} tok/s   prefill {stats['prefill_tps']:.0f} tok/s   "
+        f"running {stats['running']} waiting {stats['waiting']} done {stats['done']} "
+        f"failed {stats['failed']}"
+    )
+
+
+def _watch(as_json: bool) -> int:
+    if not is_running():
+        return _no_server(as_json)
+    asyncio.run(_stream(as_json))
+    return exit_codes.OK
+
+
+async def _stream(as_json: bool) -> None:
+    import msgspec
+
+    from veloxquant.supervisor.client import (
+        CommandError,
+        ControlClient,
+        LinkChange,
+        NotConnectedError,
+    )
+    from veloxquant.supervisor.messages import Event, Log, Progress, Request, Snapshot, State, Stats
+
+    last_gauges = ""
+    try:
+        async with ControlClient(role="cli", name="vq status") as client:
+            async for item in client.events():
+                if isinstance(item, LinkChange):
+                    if not item.up:
+                        talk(f"warning: the supervisor went away: {clean(item.reason)}")
+                        return
+                    continue
+                bodies = [item.state, item.stats] if isinstance(item, Snapshot) else []
+                bodies = [item.body] if isinstance(item, Event) else bodies
+                for body in bodies:
+                    if body is None:
+                        continue
+                    data = msgspec.to_builtins(body)
+                    if as_json:
+                        result(envelope(data))
+                    elif isinstance(body, State):
+                        result(sentence(data))
+                    elif isinstance(body, Stats):
+                        line = gauges(msgspec.structs.asdict(body))
+                        if line != last_gauges:
+                            last_gauges = line
+                            result(line)
+                    elif isinstance(body, Progress):
+                        report = body.report
+                        result(clean(f"{report.state}: {report.stage} {report.detail}".rstrip()))
+                    elif isinstance(body, Request):
+                        result(clean(f"request: {body.id} {body.state} {body.detail}".rstrip()))
+                    elif isinstance(body, Log) and body.level in ("warning", "error"):
+                        result(clean(f"{body.level}: {body.text}"))
+    except (CommandError, NotConnectedError) as error:
+        raise refused(error) from error
+
+
+def stop(args: argparse.Namespace) -> int:
+    """Stop the server and wait until no process of it is left."""
+    if not is_running():
+        return _no_server(args.json)
+    if args.grace < 0:
+        raise CliError("--grace cannot be negative.", "", exit_codes.USAGE, "usage")
+    answer = call("stop", {"grace": args.grace})
+    if args.json:
+        result(envelope({"phase": answer["state"]["phase"]}))
+    else:
+        result(sentence(answer["state"]))
+    return exit_codes.OK
+
+
+def restart(args: argparse.Namespace) -> int:
+    """Stop the server, start it with the same settings, and wait until it is ready."""
+    if not is_running():
+        raise CliError(
+            "No server is running.", "Start one with `vq up`.", exit_codes.NOT_FOUND, "not_running"
+        )
+    call("restart")
+    return wait_until_ready(args.json)
+
+
+def shutdown(args: argparse.Namespace) -> int:
+    """Stop the server and the supervisor."""
+    if not is_running():
+        return _no_server(args.json)
+    call("shutdown")
+    result(envelope({"phase": "stopped"}) if args.json else "stopped: server and supervisor")
+    return exit_codes.OK
+
+
+def logs(args: argparse.Namespace) -> int:
+    """Show the newest lines, and go on with new ones when asked to."""
+    if not is_running():
+        raise CliError(
+            "No supervisor is running, so there is no log.", "Start a server with `vq up`.",
+            exit_codes.NOT_FOUND, "not_running",
+        )  # fmt: skip
+    answer = call("logs", {"last": args.last, "level": args.level, "grep": args.grep})
+    for line in answer["lines"]:
+        result(json.dumps(line, ensure_ascii=False) if args.json else _log_line(line))
+    if answer.get("dropped"):
+        talk(f"note: {answer['dropped']} older lines are not kept any more")
+    if args.follow:
+        shown = max((line.get("seq", -1) for line in answer["lines"]), default=-1)
+        asyncio.run(_follow(args, shown))
+    return exit_codes.OK
+
+
+def _log_line(line: dict[str, Any]) -> str:
+    wall = line.get("wall") or time.time()
+    clock = time.strftime("%H:%M:%S", time.localtime(wall)) + f".{int(wall % 1 * 1000):03}"
+    text = clean(str(line["text"])).replace("\n", "\n             ")
+    return f"{clock} {str(line['level']).upper():7} {line['source']:10} {text}"
+
+
+async def _follow(args: argparse.Namespace, shown: int) -> None:
+    from veloxquant.supervisor.client import (
+        CommandError,
+        ControlClient,
+        LinkChange,
+        NotConnectedError,
+    )
+    from veloxquant.supervisor.messages import Event, Gap, Log, Snapshot
+
+    try:
+        async with ControlClient(role="cli", name="vq logs") as client:
+            async for item in client.events():
+                if isinstance(item, LinkChange) and not item.up:
+                    talk(f"warning: the supervisor went away: {clean(item.reason)}")
+                    return
+                # a snapshot repeats the ring; what was printed already is skipped by number
+                events = item.logs if isinstance(item, Snapshot) else [item]
+                for event in events:
+                    if not isinstance(event, Event) or event.seq <= shown:
+                        continue
+                    body = event.body
+                    if isinstance(body, Gap) and body.kind == "log":
+                        talk(f"note: {body.count} lines were dropped, this reader was too slow")
+                    if not isinstance(body, Log):
+                        continue
+                    shown = event.seq
+                    if LEVELS.index(body.level) < LEVELS.index(args.level):
+                        continue
+                    if args.grep and args.grep.lower() not in body.text.lower():
+                        continue
+                    line = {
+                        "seq": event.seq, "t": event.t, "wall": body.wall, "level": body.level,
+                        "source": body.source, "request": body.request, "text": body.text,
+                    }  # fmt: skip
+                    result(json.dumps(line, ensure_ascii=False) if args.json else _log_line(line))
+    except (CommandError, NotConnectedError) as error:
+        raise refused(error) from error
