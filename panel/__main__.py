@@ -1,0 +1,29 @@
+"""Start the panel, or say why this terminal cannot show it."""
+
+import os
+import sys
+
+
+def refusal(env: "dict[str, str] | os._Environ[str]", tty: bool) -> str:
+    """Why the panel cannot be drawn here, with the commands that do the same; empty when it can."""
+    instead = "use the command line instead: vq up, vq status, vq chat, vq logs (vq --help)"
+    if not tty:
+        return f"vq panel draws on a terminal, and this is none; {instead}"
+    if env.get("TERM", "") in ("", "dumb"):
+        return f"this terminal (TERM={env.get('TERM', '')}) cannot draw the panel; {instead}"
+    return ""
+
+
+def main() -> int:
+    """Run the app until it is closed; returns the exit code."""
+    tty = sys.stdin.isatty() and sys.stdout.isatty()
+    if why := refusal(os.environ, tty):
+        sys.stderr.write(why + "\n")
+        return 2
+    from veloxquant.panel.app import PanelApp
+
+    return PanelApp().run() or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One screen an area, each with its style sheet beside it."""

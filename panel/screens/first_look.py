@@ -1,0 +1,134 @@
+"""The first look: is this machine ready, and what would be the best start."""
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from veloxquant.panel import bindings, units
+from veloxquant.panel.ports import Check
+from veloxquant.panel.screens.area import AreaScreen
+from veloxquant.panel.state import View
+from veloxquant.panel.text import clean
+from veloxquant.panel.theme import GLYPHS
+
+_MARKS = {
+    "ok": (GLYPHS.ok, "$state-ready"),
+    "warn": (GLYPHS.warn, "$state-warn"),
+    "fail": (GLYPHS.fail, "$state-failed"),
+}
+
+
+def check_lines(checks: list[Check] | None) -> Content:
+    """One line a check, with the next step below those that are not well."""
+    if checks is None:
+        return Content.styled("looking at this machine ...", "$muted")
+    lines = []
+    for check in checks:
+        mark, style = _MARKS[check.status]
+        lines.append(
+            Content.assemble((f"{mark} ", style), (f"{check.status:<5}", style), clean(check.text))
+        )
+        if check.hint and check.status != "ok":
+            lines.append(Content.styled(f"        {clean(check.hint)}", "$muted"))
+    return Content("\n").join(lines)
+
+
+class FirstLook(AreaScreen):
+    """Shown on start while no server runs; one key starts the proposal."""
+
+    AREA = "first"
+    CSS_PATH = "first_look.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("first")]
+
+    def body(self) -> ComposeResult:
+        """Checks above, proposal below."""
+        with VerticalScroll(id="first", can_focus=False):
+            checks = Static("", id="checks", classes="pane")
+            checks.border_title = Content("THIS MACHINE")
+            yield checks
+            proposal = Static("", id="proposal", classes="pane")
+            proposal.border_title = Content("BEST START")
+            yield proposal
+            yield Static("", id="privacy", classes="line muted")
+
+    def show(self, view: View, now: float) -> None:
+        """Redraw from what the app knows."""
+        super().show(view, now)
+        panel = self.panel
+        self.query_one("#checks", Static).update(check_lines(panel.checks))
+        self.query_one("#proposal", Static).update(self._proposal())
+        took = f" Checks took {panel.checks_took:.1f} s." if panel.checks is not None else ""
+        self.query_one("#privacy", Static).update(
+            Content(f"Nothing was sent anywhere.{took} Run again any time: r, or vq doctor")
+        )
+        self.refresh_bindings()
+
+    def _proposal(self) -> Content:
+        panel = self.panel
+        if panel.fetching is not None:
+            return panel.fetching.content()
+        if panel.models is None:
+            return Content.styled("looking for models ...", "$muted")
+        found = panel.proposal
+        if found is None:
+            return Content.assemble(
+                ("No model on this machine yet.\n", "bold"),
+                (
+                    "d fetches the small demo model (SmolLM2 135M), enough to try everything.\n"
+                    "p shows where models are looked for.",
+                    "$muted",
+                ),
+            )
+        spec, model = found.spec, found.model
+        fits = "not known" if model.fits_tokens is None else units.tokens(model.fits_tokens)
+        rows = (
+            ("model", f"{clean(model.name, 60)}  ({units.params(model.params)}, {model.quant})"),
+            ("method", clean(spec.method, 40)),
+            ("context", f"{spec.context:,} tokens; fits up to {fits} here"),
+            ("why", found.why),
+        )
+        parts: list[tuple[str, str]] = []
+        for name, value in rows:
+            parts += [(f"{name:<9}", "$muted"), (f"{value}\n", "bold" if name != "why" else "")]
+        return Content.assemble(
+            *parts,
+            ("\n", ""),
+            (" enter ", "bold $background on $primary"),
+            (" start it     ", "bold"),
+            (" p ", "bold $primary"),
+            ("pick another", ""),
+        )
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:  # noqa: ARG002
+        """Keys that would do nothing now are not shown."""
+        panel = self.panel
+        if action == "start":
+            return panel.proposal is not None and panel.fetching is None
+        if action == "demo":
+            return panel.models is not None and not panel.models and panel.fetching is None
+        return True
+
+    def action_start(self) -> None:
+        """Start the proposal."""
+        if self.panel.proposal is not None:
+            self.panel.start(self.panel.proposal.spec)
+
+    def action_pick(self) -> None:
+        """Go to the models."""
+        self.panel.action_go("models")
+
+    def action_skip(self) -> None:
+        """Go to the models."""
+        self.panel.action_go("models")
+
+    def action_demo(self) -> None:
+        """Fetch the demo model."""
+        self.panel.fetch_demo()
+
+    def action_again(self) -> None:
+        """Check again."""
+        self.panel.look_around()
