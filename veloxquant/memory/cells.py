@@ -7,7 +7,7 @@ import numpy as np
 from veloxquant.memory.block_pool import BlockPoolAllocator
 
 FULL, PART, FREE = "#", "*", "."
-NO_OWNER = -1
+NO_OWNER = 0
 
 
 def run_length_cells(pool: BlockPoolAllocator, limit: int = 2000) -> list[tuple[int, str, int]]:
@@ -19,7 +19,7 @@ def run_length_cells(pool: BlockPoolAllocator, limit: int = 2000) -> list[tuple[
             distances, each sample standing for the blocks around it.
 
     Returns:
-        Runs (count, state, owner): state "#" full, "*" partly filled, "." free; owner -1 for
+        Runs (count, state, owner): state "#" full, "*" partly filled, "." free; owner 0 for
         free blocks. The counts add up to the blocks the pool manages.
 
     Raises:

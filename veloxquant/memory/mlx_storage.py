@@ -1,6 +1,6 @@
 """Array buffers behind the blocks of a pool; integer formats are really packed."""
 
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -149,7 +149,7 @@ def _codes(rows: mx.array, block: Block) -> mx.array:
             "quantize the values first"
         )
     if rows.size and rows.dtype != mx.bool_:
-        low, high = rows.min().tolist(), rows.max().tolist()
+        low, high = cast("list[int]", mx.stack([rows.min(), rows.max()]).tolist())
         if low < 0 or high > top:
             raise ValueError(
                 f"codes from {low} to {high} do not fit format {block.format!r}: use 0 to {top}"
