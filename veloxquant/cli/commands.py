@@ -92,8 +92,8 @@ _SET = flag("--set", action="append", default=[], metavar="FIELD=VALUE", dest="o
 _CONTEXT = flag(
     "--context", type=tokens, metavar="TOKENS", help="context length, such as 8192 or 32k"
 )
-_LEVEL = flag("--level", choices=("debug", "info", "warning", "error"), default="info",
-              help="least level to show")  # fmt: skip
+_LEVEL = flag("--level", choices=("debug", "info", "warning", "error"),
+              help="least level to show (default: the setting logs.level)")  # fmt: skip
 
 COMMANDS: tuple[Command, ...] = (
     Command("panel", "open the control panel (also without any command)", "panel:run"),

@@ -76,9 +76,8 @@ def run(args: argparse.Namespace) -> int:
         for warning in warnings:
             talk(f"note: {warning}")
     if best is None:
-        raise_or_code = exit_codes.DOES_NOT_FIT
         talk(_nothing_fits(rows, room))
-        return raise_or_code
+        return exit_codes.DOES_NOT_FIT
     return exit_codes.OK
 
 

@@ -17,8 +17,12 @@ from veloxquant.cli.commands import COMMANDS, Command
 from veloxquant.cli.output import CliError, complain, usage_error
 
 DESCRIPTION = "Run long conversations with local language models: smaller KV caches, live gauges."
-EPILOG = "Without a command the panel opens. Every command takes --json.\nexit codes: " + ", ".join(
-    f"{code} {text}" for code, text in exit_codes.MEANING.items()
+EPILOG = "\n".join(
+    [
+        "Without a command the panel opens. Every command takes --json.",
+        "\nexit codes:",
+        *(f"  {code:<4} {text}" for code, text in exit_codes.MEANING.items()),
+    ]
 )
 
 

@@ -4,13 +4,16 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 from veloxquant.cli import exit_codes
 from veloxquant.cli.control import call, is_running, peek, refused
 from veloxquant.cli.output import CliError, clean, envelope, gib, result, talk
 from veloxquant.cli.starting import wait_until_ready
+from veloxquant.config.settings import load_settings
 
+RUNNING = ("ready", "busy", "stopping")
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -34,7 +37,7 @@ def status(args: argparse.Namespace) -> int:
         return exit_codes.OK
     state = found["state"]
     result(sentence(state, found.get("base_url")))
-    if stats := found.get("stats"):
+    if state["phase"] in RUNNING and (stats := found.get("stats")):
         result(gauges(stats))
     for warning in state.get("warnings", []):
         talk(f"warning: {clean(warning)}")
@@ -89,7 +92,15 @@ def gauges(stats: dict[str, Any]) -> str:
 def _watch(as_json: bool) -> int:
     if not is_running():
         return _no_server(as_json)
-    asyncio.run(_stream(as_json))
+    return _until_interrupted(_stream(as_json))
+
+
+def _until_interrupted(work: Coroutine[Any, Any, None]) -> int:
+    """Run something endless; ctrl-C is its normal end and needs no word."""
+    try:
+        asyncio.run(work)
+    except KeyboardInterrupt:
+        return exit_codes.INTERRUPTED
     return exit_codes.OK
 
 
@@ -179,6 +190,7 @@ def logs(args: argparse.Namespace) -> int:
             "No supervisor is running, so there is no log.", "Start a server with `vq up`.",
             exit_codes.NOT_FOUND, "not_running",
         )  # fmt: skip
+    args.level = args.level or load_settings().value("logs.level")
     answer = call("logs", {"last": args.last, "level": args.level, "grep": args.grep})
     for line in answer["lines"]:
         result(json.dumps(line, ensure_ascii=False) if args.json else _log_line(line))
@@ -186,7 +198,7 @@ def logs(args: argparse.Namespace) -> int:
         talk(f"note: {answer['dropped']} older lines are not kept any more")
     if args.follow:
         shown = max((line.get("seq", -1) for line in answer["lines"]), default=-1)
-        asyncio.run(_follow(args, shown))
+        return _until_interrupted(_follow(args, shown))
     return exit_codes.OK
 
 

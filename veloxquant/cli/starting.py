@@ -74,7 +74,7 @@ async def _follow() -> dict[str, Any]:
                 if isinstance(body, Progress):
                     _tell(told, body.report)
                 if isinstance(state, State):
-                    for report in state.stages:
+                    for report in [] if not told and state.phase in FINAL else state.stages:
                         _tell(told, report)
                     if state.phase == "backoff" and state.reason:
                         wait = f" in {state.retry_in:.1f} s" if state.retry_in else ""
