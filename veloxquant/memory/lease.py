@@ -69,6 +69,14 @@ class Lease:
         """Whether `release` was called."""
         return self._released
 
+    def covers(self, tokens: int) -> bool:
+        """Whether `tokens` tokens are charged and nobody freed their blocks over our head."""
+        return tokens <= self._tokens and all(
+            blocks[0].owner is not None and blocks[-1].owner is not None
+            for blocks in self._held.values()
+            if blocks
+        )
+
     def charge(self, tokens: int) -> None:
         """Make the lease cover `tokens` tokens in all; fewer than it covers already is no change.
 

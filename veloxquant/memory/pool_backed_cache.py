@@ -77,11 +77,13 @@ class PoolBackedKVCache:
             return (keys, values) if self.keys is None else self.keys_and_values()
         start, stop = self.offset, self.offset + S
         capacity = self._capacity()
-        if stop > capacity or self._is_shared():
+        if stop > capacity or self._is_shared() or not self._charge.lease.covers(capacity):
             capacity = _round_up(stop, self.step)
-        self._recharge(capacity)
-        self.keys = _with_room(self.keys, keys, start, capacity)
-        self.values = _with_room(self.values, values, start, capacity)
+            self._recharge(capacity)
+            self.keys = _with_room(self.keys, keys, start, capacity)
+            self.values = _with_room(self.values, values, start, capacity)
+        assert self.keys is not None, (capacity, start, stop)
+        assert self.values is not None, (capacity, start, stop)
         self.keys[..., start:stop, :] = keys
         self.values[..., start:stop, :] = values
         self.offset = stop
@@ -251,13 +253,13 @@ class PoolBackedKVCache:
     def _require_fit(self, keys: mx.array, values: mx.array) -> None:
         _require_pair(keys, values)
         for name, held, new in (("keys", self.keys, keys), ("values", self.values, values)):
-            if held is not None and (held.shape[:2], held.shape[3]) != (
-                new.shape[:2],
-                new.shape[3],
-            ):
+            if held is None:
+                continue
+            (B, H, _, D), (b, h, _, d) = held.shape, new.shape
+            if (b, h, d) != (B, H, D):
                 raise ValueError(
-                    f"new {name} of shape {tuple(new.shape)} do not fit the ones held, "
-                    f"{tuple(held.shape)}: only the third size may differ"
+                    f"new {name} of shape {new.shape} do not fit the ones held, {held.shape}: "
+                    "only the third size may differ"
                 )
 
 
@@ -313,8 +315,9 @@ def _with_room(held: mx.array | None, new: mx.array, used: int, capacity: int) -
 
 
 def _require_pair(keys: mx.array, values: mx.array) -> None:
-    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+    k_shape, v_shape = keys.shape, values.shape
+    if not len(k_shape) == len(v_shape) == 4 or k_shape[:3] != v_shape[:3]:
         raise ValueError(
-            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} do not belong together; "
+            f"keys {k_shape} and values {v_shape} do not belong together; "
             "give (B, n_kv_heads, S, head_dim) arrays that differ in the last size only"
         )

@@ -331,11 +331,11 @@ def test_threads_share_one_pool_without_losing_a_block():
                     blocks = pool.allocate_many([("k", 5), ("v", 1 + i % 9)], owner)
                 except BlockPoolExhaustedError:
                     continue
-                clash += [
+                clash.extend(
                     block
                     for block in blocks[0] + blocks[1]
                     if users.setdefault(block.block_id, owner) != owner
-                ]
+                )
                 pool.mark_used(blocks[0][0], i % 4)
                 for block in blocks[0] + blocks[1]:
                     del users[block.block_id]
