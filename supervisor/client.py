@@ -133,7 +133,8 @@ class ControlClient:
         kinds: Sequence[Kind] | None = None,
         extra: Sequence[str] = (),
     ) -> None:
-        self._name, self._role, self._read_only = name, role, read_only
+        self._name, self._read_only = name, read_only
+        self._role: Role = role
         self._subscription = SubscribeArgs() if kinds is None else SubscribeArgs(list(kinds))
         self._extra = tuple(extra)
         self._session: ClientSession | None = None

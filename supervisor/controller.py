@@ -30,18 +30,16 @@ from veloxquant.supervisor.hub import Hub
 from veloxquant.supervisor.journal import Journal, Record, write_atomic
 from veloxquant.supervisor.lifecycle import ALIVE, Machine
 from veloxquant.supervisor.links import WorkerGoneError, WorkerLink, WorkerRefusedError
-from veloxquant.supervisor.logs import BoundedQueue, FileSink, cut
+from veloxquant.supervisor.logbook import LogBook
 from veloxquant.supervisor.messages import (
     Beat,
     Body,
     Fatal,
     Fault,
-    Gap,
     Hello,
     Launch,
     LaunchSpec,
     Log,
-    LogLevel,
     Message,
     Op,
     Progress,
@@ -57,10 +55,6 @@ from veloxquant.supervisor.process import WORKER_MODULE, WorkerProcess
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.2
-LOG_BATCH = 2_000
-LAST_LINES = 20
-LAST_LINE_CHARS = 1_000
-STACK_CAPABILITY = "stack_dump"
 
 
 class Controller:
@@ -80,14 +74,12 @@ class Controller:
         self.machine = Machine(policy or Policy(), limits or Limits())
         self._module = module
         self._loop = asyncio.get_running_loop()
-        self._output = BoundedQueue()
-        self._files = FileSink(paths.log, self._trouble_from_thread)
+        self.logs = LogBook(self.hub, paths.log)
         self._disk = ThreadPoolExecutor(1, "journal")
         self._listen: socket.socket | None = None
         self._bound = ("", 0)
         self._worker: WorkerProcess | None = None
         self._link: WorkerLink | None = None
-        self._can_dump_stack = False
         self._record: Record | None = None
         self._token = ""
         self._disk_failed = False
@@ -102,7 +94,7 @@ class Controller:
         """Heal what an earlier supervisor left, then start the clock."""
         why, found = self.journal.adopt()
         for sentence in [*self.journal.notices, *found]:
-            self.say("warning", sentence)
+            self.logs.say("warning", sentence)
         if self.journal.records:
             self.machine.spec = self.journal.records[-1].spec
         if why is not None:
@@ -120,8 +112,7 @@ class Controller:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._flush_output()
-        await asyncio.to_thread(self._files.close)
+        await self.logs.close()
         await asyncio.to_thread(self._disk.shutdown)
 
     @property
@@ -195,10 +186,6 @@ class Controller:
         except WorkerGoneError as gone:
             raise RefusedError("no_answer", str(gone), "Look at the log.") from gone
 
-    def say(self, level: LogLevel, text: str) -> None:
-        """A line of our own in the log stream."""
-        self._log(Log(level, "supervisor", text, time.time()))
-
     # ---- effects ----------------------------------------------------------------------------
 
     def _apply(self, effects: list[Effect]) -> None:
@@ -211,7 +198,7 @@ class Controller:
                 case Drain(seconds):
                     self._spawn_task(self._drain(seconds))
                 case Signal(kind):
-                    if self._worker is not None and (kind != "stack" or self._can_dump_stack):
+                    if self._worker is not None:
                         self._worker.signal(kind)
                 case Release():
                     self._release()
@@ -222,15 +209,15 @@ class Controller:
         before = self.hub.state
         self.hub.publish(state)
         if state.phase == "failed" and state.reason is not None:
-            self.say("error", f"failed: {state.reason.message} {state.reason.detail}".strip())
+            self.logs.say("error", f"failed: {state.reason.message} {state.reason.detail}".strip())
             if state.reason.code == "crash_loop":
                 self.journal.gave_up(state.reason)
                 self._save()
         elif state.phase != before.phase:
-            self.say("info", f"server {state.phase}")
+            self.logs.say("info", f"server {state.phase}")
         elif state.unresponsive != before.unresponsive:
             text = "no news from the worker" if state.unresponsive else "the worker is back"
-            self.say("warning", text)
+            self.logs.say("warning", text)
 
     def _spawn(self, spec: LaunchSpec) -> None:
         now = time.monotonic()
@@ -247,7 +234,7 @@ class Controller:
                 module=self._module,
                 listen=self._listen,
                 cwd=self.paths.state,
-                on_line=self._line_from_thread,
+                on_line=self.logs.line_from_thread,
             )
         except ports.PortError as error:
             self._apply(self.machine.spawn_failed(now, error.fault))
@@ -265,7 +252,6 @@ class Controller:
             self._from_worker,
             self._link_ended,
         )
-        self._can_dump_stack = False
         self._spawn_task(self._link.run())
         self._spawn_task(self._watch(worker))
         self._apply(self.machine.spawned(time.monotonic(), worker.pid, spec.port))
@@ -275,9 +261,8 @@ class Controller:
         if self._link is not None:
             self._link.close()
         self._worker = self._link = None
-        while self._flush_output():
-            pass
-        lines = self._last_lines()
+        self.logs.flush_all()
+        lines = self.logs.last_lines()
         record, self._record = self._record, None
         asked = self.machine.phase == "stopping"
         # The machine moves first, so that the record can say why.
@@ -314,7 +299,6 @@ class Controller:
             case Beat():
                 self._apply(self.machine.heard(now))
             case Hello():
-                self._can_dump_stack = STACK_CAPABILITY in message.capabilities
                 self._apply(self.machine.greeted(now))
             case Progress(report):
                 self._apply(self.machine.progressed(now, report))
@@ -327,53 +311,12 @@ class Controller:
                 self.hub.publish(message)
                 self._apply(self.machine.load(now, message.running))
             case Log():
-                message.wall = message.wall or time.time()
-                self._log(message)
+                self.logs.add(message)
             case _ if isinstance(message, Body):
                 self.hub.publish(message)
 
     def _link_ended(self, problem: Fault | None) -> None:
         self._apply(self.machine.link_lost(time.monotonic(), problem))
-
-    # ---- logs -------------------------------------------------------------------------------
-
-    def _line_from_thread(self, text: str) -> None:
-        if self._output.put(Log("info", "native", text, time.time())):
-            self._call_from_thread(self._flush_some)
-
-    def _trouble_from_thread(self, text: str) -> None:
-        self._call_from_thread(lambda: self.hub.publish(Log("error", "logs", text, time.time())))
-
-    def _call_from_thread(self, what: Callable[[], object]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(what)
-        except RuntimeError:
-            log.debug("the loop is closed already")
-
-    def _flush_output(self) -> bool:
-        dropped, records = self._output.take(LOG_BATCH)
-        if dropped:
-            self.hub.publish(Gap("log", dropped))
-        for record in records:
-            self._log(record)
-        return len(records) == LOG_BATCH
-
-    def _flush_some(self) -> None:
-        if self._flush_output():
-            self._loop.call_soon(self._flush_some)
-
-    def _log(self, record: Log) -> None:
-        self.hub.publish(record)
-        self._files.put(record)
-
-    def _last_lines(self) -> tuple[str, ...]:
-        lines: list[str] = []
-        for event in reversed(self.hub.logs()):
-            if isinstance(event.body, Log) and event.body.source != "supervisor":
-                lines.append(cut(event.body.text, LAST_LINE_CHARS))
-            if len(lines) == LAST_LINES:
-                break
-        return tuple(lines[::-1])
 
     # ---- helpers of the shell ---------------------------------------------------------------
 
@@ -404,7 +347,9 @@ class Controller:
             except OSError as error:
                 if not self._disk_failed:
                     self._disk_failed = True
-                    self._trouble_from_thread(f"the journal cannot be written: {error.strerror}")
+                    self.logs.trouble_from_thread(
+                        f"the journal cannot be written: {error.strerror}"
+                    )
 
         self._disk.submit(write)
 
@@ -417,7 +362,7 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()):
             log.error("a task of the supervisor failed", exc_info=error)
-            self.say("error", f"fault of the supervisor: {error!r}")
+            self.logs.say("error", f"fault of the supervisor: {error!r}")
 
 
 def _refusal(why: Fault) -> RefusedError:

@@ -2,17 +2,20 @@
 
 from typing import Literal, NamedTuple
 
-from veloxquant.supervisor.messages import LaunchSpec, Stage, State
+from veloxquant.supervisor.messages import LaunchSpec, StageReport, State
 
 
 class Limits(NamedTuple):
     """Time limits of a server, seconds.
 
-    `stage` is how long a start-up stage may go without progress, `short_stage` the same for the
-    trial token and the listening; a stopped worker is killed `kill_after` past its grace.
+    `stage` is how long a start-up stage may go without progress; for the trial token and the
+    listening it is `short_stage`, for a piece of the trial prompt `chunk`. A worker that is asked
+    to stop is killed `kill_after` past its grace; one that said `Fatal` or closed its link has
+    `farewell` to exit. `slept` between two ticks means that the machine was suspended.
     """
 
     stage: float = 300.0
+    chunk: float = 120.0
     short_stage: float = 60.0
     silent: float = 10.0
     dead: float = 120.0
@@ -21,9 +24,11 @@ class Limits(NamedTuple):
     load_stop: float = 2.0
     farewell: float = 2.0
 
-    def of_stage(self, stage: Stage) -> float:
-        """Budget of one start-up stage."""
-        return self.short_stage if stage in ("canary", "listen") else self.stage
+    def of_report(self, report: StageReport) -> float:
+        """Seconds until the next report must come."""
+        if report.state != "now" or report.stage not in ("canary", "listen"):
+            return self.stage
+        return self.short_stage if report.total is None else self.chunk
 
 
 class Publish(NamedTuple):

@@ -33,7 +33,7 @@ from veloxquant.supervisor.policy import Policy, Retry, decide, recent
 
 RUNNING: frozenset[Phase] = frozenset({"starting", "loading", "ready", "busy"})
 SERVING: frozenset[Phase] = frozenset({"ready", "busy"})
-ALIVE: frozenset[Phase] = RUNNING | {"stopping"}
+ALIVE: frozenset[Phase] = frozenset({*RUNNING, "stopping"})
 
 
 def _fresh_stages() -> dict[Stage, StageReport]:
@@ -157,7 +157,7 @@ class Machine:
         """The process exists."""
         self.pid, self.port = pid, port
         self.stages["process"] = StageReport("process", "done", f"pid {pid}", seconds=0.0)
-        self._stall_at = now + self.limits.of_stage("imports")
+        self._stall_at = now + self.limits.stage
         return [Publish(self.state(now))]
 
     def spawn_failed(self, now: float, why: Fault) -> list[Effect]:
@@ -169,7 +169,7 @@ class Machine:
         self._heard_at = now
         if self.phase != "starting":
             return []
-        self._stall_at = now + self.limits.of_stage("imports")
+        self._stall_at = now + self.limits.stage
         return self._move(now, "loading")
 
     def progressed(self, now: float, report: StageReport) -> list[Effect]:
@@ -178,7 +178,7 @@ class Machine:
         if report.state == "warned" and report.detail:
             self.warnings.append(report.detail)
         if self.phase in ("starting", "loading"):
-            self._stall_at = now + self.limits.of_stage(report.stage)
+            self._stall_at = now + self.limits.of_report(report)
         return self._move(now, "loading") if self.phase == "starting" else []
 
     def ready(self, now: float, port: int, warnings: list[str]) -> list[Effect]:
@@ -277,8 +277,8 @@ class Machine:
         if self.phase not in RUNNING:
             return []
         if self.phase in ("starting", "loading") and _due(self._stall_at, now):
-            stage = next((s for s, r in self.stages.items() if r.state == "now"), "process")
-            self._blame = self._blame or fault("stalled", f"no progress in the stage {stage}")
+            at = [s for s, r in self.stages.items() if r.state == "now"] or ["process"]
+            self._blame = self._blame or fault("stalled", f"no progress in the stage {at[-1]}")
             return self._kill()
         if _due(self._kill_at, now):
             return self._kill()
@@ -326,7 +326,7 @@ class Machine:
         self.reason, self.warnings, self.last_lines = None, [], []
         self.stages = _fresh_stages()
         self.stages["process"] = StageReport("process", "now")
-        self._stall_at = now + self.limits.of_stage("process")
+        self._stall_at = now + self.limits.stage
         return [*self._move(now, "starting"), Spawn(self.spec)]
 
     def _stop(self, now: float, grace: float) -> list[Effect]:

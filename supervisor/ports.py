@@ -82,8 +82,9 @@ def owner_of(port: int) -> str | None:
 
     with contextlib.suppress(psutil.Error, OSError):
         for found in psutil.net_connections(kind="tcp"):
-            listens = found.status == psutil.CONN_LISTEN and found.laddr
-            if listens and found.laddr.port == port and found.pid:
+            if found.status != psutil.CONN_LISTEN or not found.laddr or not found.pid:
+                continue
+            if found.laddr.port == port:
                 return f"{psutil.Process(found.pid).name()} (pid {found.pid})"
     return None
 

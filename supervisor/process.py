@@ -85,7 +85,7 @@ class WorkerProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env={"PATH": "/usr/bin:/bin"},
+                env=env,
                 process_group=0,
             )
             self.group = self._guard.pid
@@ -132,7 +132,10 @@ class WorkerProcess:
         return status
 
     def signal(self, kind: str) -> None:
-        """`term` and `kill` go to the whole group, `stack` (SIGUSR1) to the worker alone."""
+        """`term` and `kill` go to the whole group, `stack` (SIGUSR1) to the worker alone.
+
+        A worker can answer SIGUSR1 from its hello on.
+        """
         with contextlib.suppress(ProcessLookupError):
             if kind == "stack":
                 self._proc.send_signal(signal.SIGUSR1)

@@ -1,8 +1,19 @@
 """Settings every test needs before anything else is imported."""
 
+import contextlib
 import ctypes
+import json
 import os
+import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,3 +27,147 @@ if sys.platform == "linux":
             break
         except OSError:
             continue
+
+
+# ---- supervised processes -------------------------------------------------------------------
+
+STUB_WORKER = Path(__file__).with_name("stub_worker.py")
+HOME_VARIABLE = "VELOXQUANT_HOME"
+
+
+def processes_of(home: Path) -> dict[int, str]:
+    """Living processes that were started with this state folder, without ourselves."""
+    wanted = f"{HOME_VARIABLE}={home}".encode()
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if wanted in environment:
+            found[int(entry.name)] = command
+    return found
+
+
+def children_of_ours() -> set[str]:
+    """Process ids of our direct children, zombies included."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return set()
+    return {pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+
+
+class Daemon:
+    """A real supervisor with the stub worker, in a state folder of its own."""
+
+    def __init__(self, home: Path, model: Path) -> None:
+        self.home, self.model = home, model
+        self.log = home / "log" / "server.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def stub(self, **flags: Any) -> None:
+        """What the stub worker does from its next start on; see `stub_worker.py`."""
+        folder = self.home / "state"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / "stub.json").write_text(json.dumps(flags))
+
+    def spec(self, port: int = 0, **fields: Any) -> dict[str, Any]:
+        """A specification that the supervisor accepts, on a port that is free now."""
+        if not port:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+        return {"model": str(self.model), "method": "kivi", "port": port} | fields
+
+    def start(self, *args: str) -> str:
+        """Start the supervisor in the foreground, as our child; what it tells us."""
+        told, tell = os.pipe()
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "veloxquant.supervisor", "--ready-fd", str(tell)),
+                *("--worker-module", str(STUB_WORKER), "--idle", "30", *args),
+            ],
+            pass_fds=(tell,),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(tell)
+        with os.fdopen(told) as answer:
+            return answer.read().strip()
+
+    def kill(self) -> None:
+        """SIGKILL, and reap."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(10)
+
+    def end(self, seconds: float = 15.0) -> int:
+        """SIGTERM, wait, and return the exit status."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.terminate()
+        return self._process.wait(seconds)
+
+    def wait(self, seconds: float = 15.0) -> int:
+        """Wait until it leaves by itself."""
+        assert self._process is not None
+        return self._process.wait(seconds)
+
+    def processes(self) -> dict[int, str]:
+        """Processes of this state folder that live."""
+        return processes_of(self.home)
+
+    def gone_within(self, seconds: float) -> float | None:
+        """Seconds until no process of this folder lives, None when some still do."""
+        start = time.monotonic()
+        while self.processes():
+            if time.monotonic() - start > seconds:
+                return None
+            time.sleep(0.005)
+        return time.monotonic() - start
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state folder of its own; fails when a process that used it outlives the test."""
+    folder = tmp_path / "home"
+    monkeypatch.setenv(HOME_VARIABLE, str(folder))
+    yield folder
+    deadline = time.monotonic() + 3.0
+    while (left := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes outlived the test: {left}"
+
+
+@pytest.fixture
+def daemon(home: Path, tmp_path: Path) -> Iterator[Daemon]:
+    """A supervisor that is not started yet; ended after the test."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    made = Daemon(home, model)
+    yield made
+    if made._process is not None:
+        made.end()
+
+
+@pytest.fixture(autouse=True)
+def no_child_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked `fault` leave no child process of ours, not even a zombie."""
+    if request.node.get_closest_marker("fault") is None:
+        yield
+        return
+    before = children_of_ours()
+    yield
+    assert children_of_ours() <= before, "a child process was left behind"
