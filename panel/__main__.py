@@ -14,12 +14,22 @@ def refusal(env: "dict[str, str] | os._Environ[str]", tty: bool) -> str:
     return ""
 
 
+def _apply_look() -> None:
+    """Put the settings of the look where the drawing code reads them: before it is imported."""
+    from veloxquant.config.settings import load_settings
+
+    settings = load_settings()
+    os.environ["VELOXQUANT_LOOK_THEME"] = settings.value("look.theme")
+    os.environ["VELOXQUANT_LOOK_ASCII"] = "1" if settings.value("look.ascii") else "0"
+
+
 def main() -> int:
     """Run the app until it is closed; returns the exit code."""
     tty = sys.stdin.isatty() and sys.stdout.isatty()
     if why := refusal(os.environ, tty):
         sys.stderr.write(why + "\n")
         return 2
+    _apply_look()
     from veloxquant.panel.app import PanelApp
 
     return PanelApp().run() or 0

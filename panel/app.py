@@ -68,6 +68,12 @@ def _profile() -> Screen[Any]:
     return ProfileScreen()
 
 
+def _settings() -> Screen[Any]:
+    from veloxquant.panel.screens.settings import SettingsScreen
+
+    return SettingsScreen()
+
+
 class PanelApp(Operate, Scout, App[int]):
     """Draws one immutable `view`; screens are told when it or the local knowledge changes."""
 
@@ -84,15 +90,16 @@ class PanelApp(Operate, Scout, App[int]):
         "chat": _chat,
         "logs": _logs,
         "profile": _profile,
+        "settings": _settings,
     }
     DEFAULT_MODE = "first"
-    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [
+    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012 - as Textual declares it
         (0, "-narrow"),
         (80, "-normal"),
         (110, "-wide"),
         (150, "-huge"),
     ]
-    VERTICAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [
+    VERTICAL_BREAKPOINTS = [  # noqa: RUF012 - as Textual declares it
         (0, "-short"),
         (23, "-medium"),
         (40, "-tall"),
@@ -155,11 +162,11 @@ class PanelApp(Operate, Scout, App[int]):
             if not self._flushing:
                 self._flushing = True
                 if self._seen_snapshot:
-                    self.set_timer(FLUSH, self._flush)
+                    self.set_timer(FLUSH, self._take_news)
                 else:
-                    self.call_later(self._flush)
+                    self.call_later(self._take_news)
 
-    def _flush(self) -> None:
+    def _take_news(self) -> None:
         self._flushing = False
         pending, self._pending = self._pending, []
         self.view = fold(self.view, pending, self.clock())
@@ -234,8 +241,12 @@ class PanelApp(Operate, Scout, App[int]):
         if isinstance(self.screen, Choice):
             return
         answering = self.chat_is_answering()
-        if not self.view.is_running and not answering:
+        wanted = next((s.value for s in self.settings if s.key == "panel.quit"), "ask")
+        if (not self.view.is_running and not answering) or wanted == "keep":
             self.exit(0)
+            return
+        if wanted == "stop" and not answering:
+            self.run_worker(self._stop_and_leave(), group="command", exit_on_error=False)
             return
         lines, answers = [], []
         if self.view.is_running:

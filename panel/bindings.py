@@ -34,6 +34,7 @@ AREAS: tuple[tuple[str, str, str], ...] = (
     ("chat", "4", "Chat"),
     ("logs", "5", "Logs"),
     ("profile", "6", "Profile"),
+    ("settings", "7", "Settings"),
 )
 
 KEYS: tuple[Key, ...] = (
@@ -61,8 +62,8 @@ KEYS: tuple[Key, ...] = (
     Key("models.clear", "escape", "clear", "leave and clear the filter"),
     # fit
     Key("fit.start", "enter", "start", "start with this method", 1),
-    Key("fit.more_context", "plus,equals_sign", "+ context", "double the context", 2),
-    Key("fit.less_context", "minus", "- context", "halve the context", 3),
+    Key("fit.more_context", "plus,equals_sign", "more", "double the context", 2),
+    Key("fit.less_context", "minus", "less context", "halve the context", 3),
     Key("fit.type_context", "c", "type context", "type the context in tokens", 4),
     Key("fit.batch", "b", "batch", "next batch size: 1, 2, 4, 8, 16", 5),
     Key("fit.why", "v", "planned", "show methods that are not built yet, and why", 6),
@@ -98,6 +99,9 @@ KEYS: tuple[Key, ...] = (
     # profile
     Key("profile.sort", "o", "sort", "sort by the next column", 1),
     Key("profile.export", "e", "export", "write the table to a file", 2),
+    # settings
+    Key("settings.copy", "y", "copy path", "copy the path of the settings file", 1),
+    Key("settings.refresh", "r", "read again", "read the settings file again", 2),
 )  # fmt: skip
 
 BY_ID: dict[str, Key] = {key.id: key for key in KEYS}

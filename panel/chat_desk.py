@@ -121,7 +121,8 @@ class ChatDesk:
             "path": str(self.tail.path),
             "host": spec.host,
             "port": view.server.port or spec.port,
-            "model": view.model_name,
+            "model": "default",
+            "name": view.model_name,
             "token": self._token() if spec.api_key else "",
             "parameters": {"max_tokens": spec.max_tokens},
         }
@@ -181,3 +182,12 @@ class ChatDesk:
         """Ask the keeper to stop; the transcript says when it did."""
         if self.tail is not None and self.answering:
             transcript.stop_file(self.tail.path).touch(mode=0o600)
+
+
+def state_folder() -> Path:
+    """The supervisor's state folder, made for us alone."""
+    from veloxquant.supervisor import paths
+
+    found = paths.find().state
+    paths.secure_folder(found)
+    return found

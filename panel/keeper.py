@@ -68,7 +68,7 @@ class Stop:
 
 
 def run(job: dict[str, Any]) -> int:
-    """Do one job: path, host, port, model, token, parameters. Returns the exit code."""
+    """Do one job: path, host, port, model, name, token, parameters. Returns the exit code."""
     path = Path(job["path"])
     try:
         writer = Writer(path)
@@ -80,7 +80,7 @@ def run(job: dict[str, Any]) -> int:
         stop = Stop(path)
         with contextlib.suppress(ValueError):  # only the main thread may set handlers
             signal.signal(signal.SIGTERM, stop.ask)
-        writer.write(kind="answer", model=job.get("model", ""), at=time.time())
+        writer.write(kind="answer", model=job.get("name", ""), at=time.time())
         try:
             _answer(job, to_messages(tail.turns), writer, stop)
         except AnswerError as error:
@@ -99,7 +99,7 @@ def _answer(
     host, port = job["host"], job["port"]
     body = {
         **job.get("parameters", {}),
-        "model": job.get("model", ""),
+        "model": job.get("model", "default"),
         "messages": messages,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -8,7 +8,7 @@ import msgspec
 from textual.content import Content
 
 from veloxquant.panel import units
-from veloxquant.panel.ports import CommandFailed, Control, FitItem, FitReport
+from veloxquant.panel.ports import CommandFailed, Control, FitItem, FitReport, Library
 from veloxquant.panel.state import View
 from veloxquant.panel.text import clean
 from veloxquant.supervisor.messages import Fault, LaunchSpec
@@ -30,6 +30,7 @@ class Operate(_Base):
 
     control: Control | None
     view: Any
+    library: Library | None
     desk: "ChatDesk | None" = None
 
     def start(self, spec: LaunchSpec) -> None:
@@ -97,7 +98,9 @@ class Operate(_Base):
         """Find a free port in a thread, then start there."""
 
         async def work() -> None:
-            port = await asyncio.to_thread(_next_port, spec.host, spec.port)
+            port = spec.port + 1
+            if self.library is not None:
+                port = await asyncio.to_thread(self.library.free_port, spec.host, port)
             await self._start(msgspec.structs.replace(spec, port=port))
 
         self._go(work())
@@ -141,12 +144,10 @@ class Operate(_Base):
             await self._start(spec)
 
     async def _start(self, spec: LaunchSpec) -> None:
-        from veloxquant.panel import remember
-
         self.view = replace(self.view, refused=None, refused_spec=None)
         args = {"spec": msgspec.to_builtins(spec)}
-        if await self.command("start", args, spec) is not None:
-            await asyncio.to_thread(remember.keep_spec, spec)
+        if await self.command("start", args, spec) is not None and self.library is not None:
+            await asyncio.to_thread(self.library.keep_start, spec)
 
     async def command(
         self, op: str, args: dict[str, Any], spec: LaunchSpec | None = None
@@ -177,11 +178,10 @@ class Operate(_Base):
 
     def open_desk(self) -> None:
         """Load the last conversation; follow it when a keeper still writes."""
-        from veloxquant.panel import remember
-        from veloxquant.panel.chat_desk import ChatDesk
+        from veloxquant.panel.chat_desk import ChatDesk, state_folder
 
         async def work() -> None:
-            folder = await asyncio.to_thread(remember.folder)
+            folder = await asyncio.to_thread(state_folder)
             desk = ChatDesk(folder, self.poke)
             await asyncio.to_thread(desk.load)
             self.desk = desk
@@ -229,19 +229,3 @@ class Operate(_Base):
     def chat_is_answering(self) -> bool:
         """Whether an answer is being written now."""
         return self.desk is not None and self.desk.answering
-
-
-def _next_port(host: str, port: int) -> int:
-    """The next port above `port` that can be bound; `port` itself when none can."""
-    import socket
-
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for candidate in range(port + 1, min(port + 200, 65_536)):
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, candidate))
-            except OSError:
-                continue
-            return candidate
-    return port

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from veloxquant.supervisor.messages import LaunchSpec
+
 Report = Callable[[str, int, int | None], None]
 
 
@@ -64,6 +66,7 @@ class ModelItem:
     runnable: bool = True
     why_not: str = ""
     used_s_ago: float | None = None
+    native_context: int = 0
     facts: tuple[tuple[str, str], ...] = ()
 
 
@@ -83,11 +86,12 @@ class FitItem:
     known: str = ""
     note: str = ""
     blurb: str = ""
+    limit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """The method table at one context; bytes. `native_context` is what the model was trained for."""
+    """The method table at one context; bytes. `native_context` is what the model was made for."""
 
     model: ModelItem
     context: int
@@ -98,6 +102,18 @@ class FitReport:
     native_context: int
     rows: tuple[FitItem, ...]
     notes: tuple[str, ...] = ()
+    best: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingItem:
+    """One setting: its value in words, where that comes from, what it means, its variable."""
+
+    key: str
+    value: str
+    origin: str
+    about: str = ""
+    variable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +150,35 @@ class Library(Protocol):
         """Models on this machine, those that can run first."""
         ...
 
-    def fit(self, model: ModelItem, context: int, batch: int) -> FitReport:
-        """The method table for one model."""
+    def fit(self, model: ModelItem, context: int, batch: int, own: int = 0) -> FitReport:
+        """The method table for one model; `own` bytes of a server that it would replace.
+
+        Raises:
+            CommandFailed: when the model's sizes cannot be read.
+        """
         ...
 
-    def free_port(self, wanted: int) -> int:
+    def settings(self) -> list[SettingItem]:
+        """Every setting with its value and origin."""
+        ...
+
+    def config_path(self) -> str:
+        """The user's settings file."""
+        ...
+
+    def template(self) -> LaunchSpec:
+        """A start with everything the settings say and no model."""
+        ...
+
+    def last_start(self) -> dict[str, object]:
+        """`model` (its name), `method` and `context` of the last start; empty when unknown."""
+        ...
+
+    def keep_start(self, spec: LaunchSpec) -> None:
+        """Remember a start that was accepted."""
+        ...
+
+    def free_port(self, host: str, wanted: int) -> int:
         """`wanted`, or the next port nobody listens on."""
         ...
 

@@ -1,12 +1,14 @@
-"""What to start when the user only presses enter: what ran last, else what fits best."""
+"""What to start when the user only presses enter: what ran last, else the first model that fits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from veloxquant.panel.ports import ModelItem
 from veloxquant.supervisor.messages import LaunchSpec
 
-BEST = ("turboquant_rvq", "kivi")
-DEFAULT_CONTEXT = 8_192
+DEFAULT = LaunchSpec(model="", method="turboquant_rvq", context=8_192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,24 +20,37 @@ class Proposal:
     why: str
 
 
-def propose(models: tuple[ModelItem, ...], last: LaunchSpec | None) -> Proposal | None:
+def propose(
+    models: tuple[ModelItem, ...], last: Mapping[str, object], template: LaunchSpec = DEFAULT
+) -> Proposal | None:
     """The last start if its model is still here, else the first model that can run."""
-    if last is not None:
-        for model in models:
-            if model.path == last.model and model.runnable:
-                return Proposal(model, last, "what ran here last")
+    name = last.get("model")
+    for model in models:
+        if name and name in (model.name, model.path) and model.runnable:
+            method, context = last.get("method"), last.get("context")
+            spec = spec_for(
+                model,
+                method if isinstance(method, str) else "",
+                context if isinstance(context, int) else 0,
+                template,
+            )
+            return Proposal(model, spec, "what ran here last")
     for model in models:
         if model.runnable and model.fits_tokens != 0:
-            spec = spec_for(model)
-            return Proposal(model, spec, "the first model here that fits")
+            return Proposal(model, spec_for(model, template=template), "the first that fits here")
     return None
 
 
-def spec_for(model: ModelItem, method: str = "", context: int = 0) -> LaunchSpec:
-    """A start of `model`; method and context default to what fits best."""
-    room = model.fits_tokens or DEFAULT_CONTEXT
-    return LaunchSpec(
+def spec_for(
+    model: ModelItem, method: str = "", context: int = 0, template: LaunchSpec = DEFAULT
+) -> LaunchSpec:
+    """A start of `model`; what is not given comes from the settings, cut to what fits."""
+    most = min(model.native_context or template.context, model.fits_tokens or template.context)
+    chosen = method or (template.method if template.method != "auto" else model.fits_method)
+    return msgspec.structs.replace(
+        template,
         model=model.path,
-        method=method or model.fits_method or BEST[0],
-        context=context or min(DEFAULT_CONTEXT, room),
+        name=model.name,
+        method=chosen or DEFAULT.method,
+        context=context or min(template.context, most),
     )

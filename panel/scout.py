@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from textual.worker import get_current_worker
 
-from veloxquant.panel.ports import Check, CommandFailed, FitReport, Library, Memory, ModelItem
+from veloxquant.panel.ports import (
+    Check,
+    CommandFailed,
+    FitReport,
+    Library,
+    Memory,
+    ModelItem,
+    SettingItem,
+)
 from veloxquant.panel.progress import Fetching
-from veloxquant.panel.proposal import Proposal, propose
+from veloxquant.panel.proposal import DEFAULT, Proposal, propose
 from veloxquant.panel.text import clean
+from veloxquant.supervisor.messages import LaunchSpec
 
 if TYPE_CHECKING:
     from textual.app import App
@@ -38,7 +47,11 @@ class Scout(_Base):
     picked: ModelItem | None = None
     fetching: Fetching | None = None
     library: Library | None = None
+    template: LaunchSpec = DEFAULT
+    settings: tuple[SettingItem, ...] = ()
+    config_path: str = ""
     _make_library: Callable[[], Library]
+    view: Any
 
     @property
     def has_demo(self) -> bool:
@@ -55,16 +68,21 @@ class Scout(_Base):
         return self.library
 
     def _scan(self) -> None:
-        from veloxquant.panel import remember
-
         started = time.monotonic()
         worker = get_current_worker()
         library = self._the_library()
         memory = library.memory()
         self.call_from_thread(self._learn, memory=memory)
         models = tuple(library.models())
-        last = remember.last_spec()
-        self.call_from_thread(self._learn, models=models, proposal=propose(models, last))
+        template = library.template()
+        self.call_from_thread(
+            self._learn,
+            models=models,
+            template=template,
+            proposal=propose(models, library.last_start(), template),
+            settings=tuple(library.settings()),
+            config_path=library.config_path(),
+        )
         checks = library.checks(list(models))
         if not worker.is_cancelled:
             took = time.monotonic() - started
@@ -95,12 +113,15 @@ class Scout(_Base):
 
     def load_fit(self, model: ModelItem, context: int, batch: int, answer: FitAnswer) -> None:
         """Compute a method table; only the newest question is answered."""
+        view = self.view
+        # a running server would be stopped first: its memory counts as free
+        own = view.stats.footprint if view.is_running and view.stats else 0
 
         def work() -> None:
             worker = get_current_worker()
             report, problem = None, None
             try:
-                report = self._the_library().fit(model, context, batch)
+                report = self._the_library().fit(model, context, batch, own)
             except CommandFailed as error:
                 problem = error
             if not worker.is_cancelled:

@@ -66,7 +66,10 @@ class LogLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """Everything the screens draw; a new value is a new object. Times named `_at` are this process's monotonic clock."""
+    """Everything the screens draw; a new value is a new object.
+
+    Times named `_at` are of this process's monotonic clock.
+    """
 
     link: Link = "connecting"
     link_note: str = ""
@@ -93,7 +96,7 @@ class View:
     @property
     def model_name(self) -> str:
         """Short printable name of the model that runs or ran."""
-        return model_name(self.spec.model) if self.spec else ""
+        return model_name(self.spec.name or self.spec.model) if self.spec else ""
 
     @property
     def is_running(self) -> bool:

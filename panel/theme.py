@@ -102,9 +102,9 @@ PLAIN = Glyphs(
 
 
 def glyphs(env: "os._Environ[str] | dict[str, str] | None" = None) -> Glyphs:
-    """Blocks, or plain ASCII when the terminal cannot or the user will not (VELOXQUANT_ASCII)."""
+    """Blocks, or plain ASCII when the terminal cannot or the setting `look.ascii` says so."""
     env = os.environ if env is None else env
-    if env.get("VELOXQUANT_ASCII", "") not in ("", "0"):
+    if env.get("VELOXQUANT_LOOK_ASCII", "").lower() in ("1", "true", "yes", "on"):
         return PLAIN
     locale = env.get("LC_ALL") or env.get("LC_CTYPE") or env.get("LANG") or "UTF-8"
     return PLAIN if locale in ("C", "POSIX") else BLOCKS
@@ -116,7 +116,8 @@ GLYPHS = glyphs()
 def theme_name(env: "os._Environ[str] | dict[str, str] | None" = None) -> str:
     """The theme for this terminal: ours with true colour, the terminal's own colours without."""
     env = os.environ if env is None else env
-    if named := env.get("VELOXQUANT_THEME"):
+    named = env.get("VELOXQUANT_LOOK_THEME", "auto")
+    if named not in ("", "auto"):
         return named
     if env.get("COLORTERM", "").lower() in ("truecolor", "24bit") or "NO_COLOR" in env:
         return "velox"

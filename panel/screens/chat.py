@@ -102,7 +102,7 @@ class ChatScreen(AreaScreen):
         super().show(view, now)
         self._blink = not self._blink
         self.draw_turns()
-        self.query_one("#chat-context", Static).update(self._context(view))
+        self.query_one("#chat-context", Static).update(self._gauge(view))
         note = "enter sends   alt+enter new line   esc leaves the field, then 1-6 and letters act"
         if not view.is_serving:
             note = "no server is ready: 3 shows how it is (esc leaves this field first)"
@@ -150,7 +150,7 @@ class ChatScreen(AreaScreen):
             ("esc, then 1 picks a model and 3 shows the server.", "$muted"),
         )
 
-    def _context(self, view: View) -> Content:
+    def _gauge(self, view: View) -> Content:
         limit = view.spec.context if view.spec else 0
         desk = self.panel.desk
         used = 0

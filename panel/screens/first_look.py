@@ -77,11 +77,8 @@ class FirstLook(AreaScreen):
         if found is None:
             return Content.assemble(
                 ("No model on this machine yet.\n", "bold"),
-                (
-                    "d fetches the small demo model (SmolLM2 135M), enough to try everything.\n"
-                    "p shows where models are looked for.",
-                    "$muted",
-                ),
+                ("d fetches the small demo model (SmolLM2 135M): ", "$muted"),
+                ("enough to try everything.\np shows the list of models.", "$muted"),
             )
         spec, model = found.spec, found.model
         fits = "not known" if model.fits_tokens is None else units.tokens(model.fits_tokens)

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import msgspec
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import BindingType
@@ -17,6 +18,7 @@ from veloxquant.panel.screens.dialogs import AskNumber
 from veloxquant.panel.state import View
 from veloxquant.panel.text import clean
 from veloxquant.panel.widgets.fit_bars import FitBars
+from veloxquant.panel.widgets.longest import LongestPane
 from veloxquant.panel.widgets.table import Column, PickTable, Row
 
 _COLUMNS = (
@@ -26,7 +28,7 @@ _COLUMNS = (
     Column("PEAK", 8, 2, right=True),
     Column("MAX CTX", 8, 0, right=True),
     Column("FITS", 4, 1),
-    Column("HOW KNOWN", 14, 4, flex=True),
+    Column("HOW KNOWN", 23, 4, flex=True),
 )
 _LEAST, _MOST = 1_024, 1 << 20
 _BATCHES = (1, 2, 4, 8, 16)
@@ -51,7 +53,7 @@ class FitScreen(AreaScreen):
         self.report: FitReport | None = None
         self.problem: CommandFailed | None = None
         self.context = 8_192
-        self.batch = 1
+        self.rows_at_once = 1
         self.show_planned = False
         self._model = ""
 
@@ -62,6 +64,7 @@ class FitScreen(AreaScreen):
             with Vertical(id="fit-left"):
                 yield PickTable(_COLUMNS, empty="\nno model chosen yet: press 1", id="fit-table")
                 yield Static("", id="fit-more", classes="line muted")
+                yield LongestPane()
             with Vertical(id="fit-right"):
                 yield FitBars(id="fit-bars")
                 about = Static("", id="fit-about", classes="pane")
@@ -81,7 +84,7 @@ class FitScreen(AreaScreen):
         model = self.panel.picked
         if model is not None and model.path != self._model:
             self._model = model.path
-            self.context = spec_for(model).context
+            self.context = spec_for(model, template=self.panel.template).context
             self.report = None
             self.load()
 
@@ -96,13 +99,13 @@ class FitScreen(AreaScreen):
         """Compute the table in a thread."""
         model = self.panel.picked
         if model is not None:
-            self.panel.load_fit(model, self.context, self.batch, self._loaded)
+            self.panel.load_fit(model, self.context, self.rows_at_once, self._loaded)
         self._draw()
 
     def _loaded(self, report: FitReport | None, problem: CommandFailed | None) -> None:
         # an answer for a context that was left meanwhile is old
         if report is not None and (report.model.path, report.context, report.batch) != (
-            self._model, self.context, self.batch,
+            self._model, self.context, self.rows_at_once,
         ):  # fmt: skip
             return
         first = self.report is None
@@ -136,13 +139,9 @@ class FitScreen(AreaScreen):
                 rows += [self._planned(row) for row in planned]
             table.set_rows(rows, pick=pick)
             count = len(planned)
-            self.query_one("#fit-more", Static).update(
-                Content(
-                    f"{count} more methods are planned: v {'hides' if self.show_planned else 'shows'} them"
-                )
-                if count
-                else Content("")
-            )
+            verb = "hides" if self.show_planned else "shows"
+            more = f"{count} methods are documented but not built yet: v {verb} them"
+            self.query_one("#fit-more", Static).update(Content(more if count else ""))
         self._about()
 
     def _line(self) -> None:
@@ -151,7 +150,7 @@ class FitScreen(AreaScreen):
         parts: list[tuple[str, str]] = [
             (name, "bold"),
             ("   context ", "$muted"), (f"< {self.context:,} >", "bold $primary"),
-            ("   batch ", "$muted"), (f"{self.batch}", "bold"),
+            ("   batch ", "$muted"), (f"{self.rows_at_once}", "bold"),
         ]  # fmt: skip
         if report is not None:
             parts += [("   room ", "$muted"), (units.size(report.room), "bold")]
@@ -180,17 +179,20 @@ class FitScreen(AreaScreen):
 
     @staticmethod
     def _planned(row: FitItem) -> Row:
-        cells = (("planned", ""), ("-", ""), ("-", ""), ("-", ""), ("-", ""))
-        return Row(
-            row.method, ((row.method, ""), ("", ""), *cells[1:4], ("-", ""), cells[0]), False
-        )
+        none = ("-", "")
+        why = ("planned: not built yet", "")
+        return Row(row.method, ((row.method, ""), none, none, none, none, none, why), False)
 
     def _about(self) -> None:
         report, key = self.report, self.query_one(PickTable).key
         row = next((r for r in report.rows if r.method == key), None) if report else None
         bars = self.query_one(FitBars)
-        bars.report = report
-        bars.picked = key
+        longest = self.query_one(LongestPane)
+        bars.report = longest.report = report
+        bars.picked = longest.picked = key
+        # on a tall window the table is as high as its rows, and the charts take the rest
+        rows = len(self.query_one(PickTable).rows)
+        self.query_one(PickTable).styles.max_height = max(4, min(rows + 1, self.size.height - 26))
         about = self.query_one("#fit-about", Static)
         if report is None or row is None:
             about.update(Content(""))
@@ -242,8 +244,8 @@ class FitScreen(AreaScreen):
 
     def action_batch(self) -> None:
         """The next batch size."""
-        at = _BATCHES.index(self.batch) if self.batch in _BATCHES else -1
-        self.batch = _BATCHES[(at + 1) % len(_BATCHES)]
+        at = _BATCHES.index(self.rows_at_once) if self.rows_at_once in _BATCHES else -1
+        self.rows_at_once = _BATCHES[(at + 1) % len(_BATCHES)]
         self.load()
 
     def action_why(self) -> None:
@@ -270,10 +272,9 @@ class FitScreen(AreaScreen):
                 f"{row.method} is documented but not built yet", severity="warning", markup=False
             )
             return
-        import msgspec
-
-        spec = spec_for(report.model, row.method, self.context)
-        spec = msgspec.structs.replace(spec, batch=self.batch)
+        spec = spec_for(report.model, row.method, self.context, self.panel.template)
+        if self.rows_at_once > 1:
+            spec = msgspec.structs.replace(spec, batch=self.rows_at_once)
         if row.fits:
             self.panel.start(spec)
         else:

@@ -69,8 +69,8 @@ class LogsScreen(AreaScreen):
             request = f"   request {picked.request}" if picked.request else ""
             detail.update(
                 Content.assemble(
-                    (f"{wall_clock(picked.wall, millis=True)}   {picked.level}   "
-                     f"{picked.source}{request}\n", "$muted"),
+                    (f"{wall_clock(picked.wall, millis=True)}   {picked.level}   ", "$muted"),
+                    (f"{picked.source}{request}\n", "$muted"),
                     picked.text,
                 )
             )  # fmt: skip

@@ -209,7 +209,7 @@ class ModelsScreen(AreaScreen):
                 markup=False,
             )
             return
-        self.panel.start(spec_for(model))
+        self.panel.start(spec_for(model, template=self.panel.template))
 
     def action_filter(self) -> None:
         """Type into the filter."""

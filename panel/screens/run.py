@@ -180,13 +180,8 @@ class RunScreen(AreaScreen):
             parts.append((f"\n{clean(fault.hint, 400)}", "$muted"))
         spec = view.refused_spec or view.spec
         if spec is not None:
-            parts.append(
-                (
-                    f"\nasked for: {clean(spec.model, 200)}, {clean(spec.method, 40)}, "
-                    f"{spec.context:,} tokens, port {spec.port}",
-                    "$muted",
-                )
-            )
+            asked = f"{clean(spec.model, 200)}, {clean(spec.method, 40)}, {spec.context:,} tokens"
+            parts.append((f"\nasked for: {asked}, port {spec.port}", "$muted"))
         self.query_one("#failed-why", Static).update(Content.assemble(*parts))
         self.steps = next_steps(fault, spec)
         steps = self.query_one("#failed-steps", OptionList)

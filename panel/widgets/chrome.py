@@ -129,6 +129,10 @@ class KeyBar(Widget):
         super().__init__()
         self.area = area
 
+    def on_mount(self) -> None:
+        """Keys come and go with the focus and with what is possible."""
+        self.screen.bindings_updated_signal.subscribe(self, lambda _: self.refresh())
+
     def render(self) -> Content:
         """Keys in the order of their rank."""
         active = self.screen.active_bindings

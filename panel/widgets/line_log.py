@@ -1,4 +1,4 @@
-"""Log lines: filter, level, wrap, follow and pause, thousands of lines, only those in sight drawn."""
+"""Log lines: filter, level, wrap, follow and pause; only the lines in sight are drawn."""
 
 from textual import events
 from textual.content import Content
@@ -214,10 +214,10 @@ class LineLog(Widget, can_focus=True):
             return Content.styled(f"  {why}", "$muted")
         out: list[Content] = []
         if not self.wrap:
-            for index in range(self._top, min(len(self.shown), self._top + rows)):
-                out.append(
-                    self._gutter(index) + draw_line(self.shown[index], cells - 2, self.needle)
-                )
+            out = [
+                self._gutter(index) + draw_line(self.shown[index], cells - 2, self.needle)
+                for index in range(self._top, min(len(self.shown), self._top + rows))
+            ]
         elif self.following:
             for index in range(len(self.shown) - 1, -1, -1):
                 out[:0] = self._wrapped(index, cells)

@@ -98,9 +98,8 @@ class RequestPane(Pane):
             columns.pop()
         head = " ".join(pad(title, size, right=right) for title, size, right in columns)
         out.append(Content.styled(head, "$muted"))
-        newest = sorted(
-            reversed(view.requests), key=lambda request: request.state not in OPEN_REQUESTS
-        )
+        newest = list(reversed(view.requests))
+        newest.sort(key=lambda request: request.state not in OPEN_REQUESTS)
         for request in newest[: spare - 1]:
             out.append(self._row(request, [c[0] for c in columns]))
         return out

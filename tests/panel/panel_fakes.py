@@ -12,6 +12,7 @@ from veloxquant.panel.ports import (
     FitReport,
     Memory,
     ModelItem,
+    SettingItem,
 )
 from veloxquant.supervisor.messages import (
     Body,
@@ -83,6 +84,7 @@ class FakeLibrary:
         self.fetched = 0
         self.fetch_error: CommandFailed | None = None
         self.asked: list[tuple[str, int, int]] = []
+        self.last: dict[str, object] = {}
 
     def memory(self) -> Memory:
         return Memory(int(18.1 * GIB), 32 * GIB, 12 * GIB, "12.0 GiB = 32.0 - 12.0 in use - 8.0")
@@ -100,11 +102,37 @@ class FakeLibrary:
     def models(self) -> list[ModelItem]:
         return list(self._models)
 
-    def fit(self, model: ModelItem, context: int, batch: int) -> FitReport:
+    def settings(self) -> list[SettingItem]:
+        return [
+            SettingItem(
+                "server.port", "8000", "default", "port to listen on", "VELOXQUANT_SERVER_PORT"
+            ),
+            SettingItem(
+                "panel.quit",
+                "ask",
+                "config file",
+                "the server when the panel closes",
+                "VELOXQUANT_PANEL_QUIT",
+            ),
+        ]
+
+    def config_path(self) -> str:
+        return "/home/me/config.toml"
+
+    def template(self) -> LaunchSpec:
+        return LaunchSpec(model="")
+
+    def last_start(self) -> dict[str, object]:
+        return dict(self.last)
+
+    def keep_start(self, spec: LaunchSpec) -> None:
+        self.last = {"model": spec.name, "method": spec.method, "context": spec.context}
+
+    def fit(self, model: ModelItem, context: int, batch: int, own: int = 0) -> FitReport:
         self.asked.append((model.path, context, batch))
         return fit_report(model, context, batch)
 
-    def free_port(self, wanted: int) -> int:
+    def free_port(self, host: str, wanted: int) -> int:
         return wanted
 
     def fetch_demo(self, report: Any, cancelled: Any) -> str:
@@ -178,12 +206,13 @@ def fit_report(model: ModelItem, context: int, batch: int) -> FitReport:
                 method, True, kind, bits, kv, None, need, min(131_072, longest),
                 need <= room, "exact bytes",
                 note=f"keeps 2,048 of {context:,} tokens" if bits is None else "", blurb=blurb,
+                limit="kv" if longest < 131_072 else "native context",
             )
         )  # fmt: skip
-    for name in ("polar", "qjl", "h2o", "tova", "gear", "xquant"):
-        rows.append(
-            FitItem(name, False, "quantization", note="documented but not built yet", blurb=name)
-        )
+    rows += [
+        FitItem(name, False, "quantization", note="documented but not built yet", blurb=name)
+        for name in ("polar", "qjl", "h2o", "tova", "gear", "xquant")
+    ]
     note = "12.0 GiB = 32.0 - 12.0 in use - 8.0 kept free (GPU cap 21.3)"
     return FitReport(model, context, batch, room, note, weights, 40_960, tuple(rows))
 
@@ -249,9 +278,17 @@ def history(seconds: int = 300) -> list[HistoryPoint]:
     for i in range(seconds):
         s = stats(i)
         grown = min(1.0, i / 120)
-        out.append(HistoryPoint(float(i), int(s.footprint * (0.8 + 0.2 * grown)), s.weights,
-                                int(s.kv_claimed * grown), int(s.kv_resident * grown),
-                                s.decode_tps if i > 20 else 0.0, s.prefill_tps))
+        out.append(
+            HistoryPoint(
+                float(i),
+                int(s.footprint * (0.8 + 0.2 * grown)),
+                s.weights,
+                int(s.kv_claimed * grown),
+                int(s.kv_resident * grown),
+                s.decode_tps if i > 20 else 0.0,
+                s.prefill_tps,
+            )
+        )
     return out
 
 
@@ -281,7 +318,9 @@ def logs(count: int = 40, first: int = 1) -> list[Event]:
     out = []
     for i in range(count):
         level, source, text = _LINES[i % len(_LINES)]
-        out.append(event(first + i, Log(level=level, source=source, text=text, wall=WALL + i * 7.3)))
+        out.append(
+            event(first + i, Log(level=level, source=source, text=text, wall=WALL + i * 7.3))
+        )
     return out
 
 
@@ -298,6 +337,7 @@ PROFILE = Profile(
 def serving(count_logs: int = 40) -> list[Any]:
     """A snapshot of a busy server and its profile."""
     lines = logs(count_logs)
-    snap = snapshot(READY, seq=count_logs, stats=stats(), logs=lines, history=history(),
-                    requests=REQUESTS)
+    snap = snapshot(
+        READY, seq=count_logs, stats=stats(), logs=lines, history=history(), requests=REQUESTS
+    )
     return [snap, event(count_logs + 1, PROFILE)]

@@ -5,6 +5,7 @@ Writes SVG, and PNG where cairosvg is installed. Not a test: for looking at.
 
 import asyncio
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -13,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("COLORTERM", "truecolor")
 os.environ["VELOXQUANT_HOME"] = tempfile.mkdtemp()
 
-import panel_fakes as fakes  # noqa: E402
+import panel_fakes as fakes
 
-from veloxquant.panel import transcript  # noqa: E402
-from veloxquant.panel.app import PanelApp  # noqa: E402
+from veloxquant.panel import transcript
+from veloxquant.panel.app import PanelApp
 
 SIZES = ("60x18", "80x24", "120x36", "160x50")
 
@@ -55,6 +56,7 @@ SCENES = {
     "logs": (fakes.serving(300), ["5"]),
     "paused": (fakes.serving(300), ["5", "up", "up", "up"]),
     "profile": (fakes.serving(), ["6"]),
+    "settings": (fakes.serving(), ["7"]),
     "help": (fakes.serving(), ["3", "question_mark"]),
     "quit": (fakes.serving(), ["3", "ctrl+q"]),
     "palette": (fakes.serving(), ["3", "ctrl+p"]),
@@ -85,13 +87,15 @@ async def shoot(folder: Path, name: str, size: str) -> None:
         import cairosvg
     except ImportError:
         return
-    cairosvg.svg2png(bytestring=svg.encode(), write_to=str(path.with_suffix(".png")))
+    # cairosvg loads no web fonts; the installed monospace one keeps the columns straight
+    plain = svg.replace("Fira Code", "DejaVu Sans Mono").replace("arial", "DejaVu Sans Mono")
+    plain = re.sub(r'textLength="[^"]*"', "", plain)
+    cairosvg.svg2png(bytestring=plain.encode(), write_to=str(path.with_suffix(".png")))
 
 
 async def main() -> None:
     """All scenes at all sizes, or those named."""
     folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
     sizes = [arg for arg in sys.argv[2:] if arg[0].isdigit()] or list(SIZES)
     names = [arg for arg in sys.argv[2:] if not arg[0].isdigit()] or list(SCENES)
     chat()
@@ -101,4 +105,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
     asyncio.run(main())
