@@ -96,11 +96,15 @@ class Admission:
         job.lease = Lease(self.pool, job.owner)
         return job
 
-    def charge(self, job: Job, tokens: int) -> bool:
-        """Make the job hold the blocks of `tokens`; False when the pool has too few."""
+    def charge(self, job: Job, held: int, more: int) -> bool:
+        """Charge the tokens a job holds and those of its next step; False when blocks run out.
+
+        What an eviction gave up since the last charge goes back to the pool first.
+        """
         assert job.lease is not None, job.id
+        job.lease.shrink(held)
         try:
-            job.lease.charge(tokens)
+            job.lease.charge(held + more)
         except BlockPoolExhaustedError:
             return False
         return True

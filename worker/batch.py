@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 
+from veloxquant.worker.caches import rows_held
 from veloxquant.worker.jobs import Job
 from veloxquant.worker.sampling import make_processors, make_sampler
 
@@ -45,7 +46,7 @@ class Step(NamedTuple):
 @contextmanager
 def _wired_limit_untouched() -> Iterator[None]:
     """Keep the generator from raising the wired limit, which can panic macOS."""
-    module = importlib.import_module("mlx_lm.generate")
+    module: Any = importlib.import_module("mlx_lm.generate")
     original = module.maybe_set_recommended_wired_limit
     module.maybe_set_recommended_wired_limit = lambda: None
     try:
@@ -78,6 +79,8 @@ class Batch:
                 prefill_batch_size=self._prompts,
                 prefill_step_size=prefill_step,
             )
+        # it would copy the caches of every finished row; nobody reads the copies
+        self._generator._generation_batch.extract_cache = lambda idx: []
 
     def insert(self, job: Job, caches: list[Any], vocab: int) -> int:
         """Add a row; returns its id."""
@@ -130,6 +133,15 @@ class Batch:
             generator._prompt_batch.prompt_cache,
             generator._generation_batch.prompt_cache,
         ]
+
+    def rows_held(self) -> dict[int, int]:
+        """Tokens that each row really holds, where the caches are ours and may give up some."""
+        out = {}
+        for batch in (self._generator._prompt_batch, self._generator._generation_batch):
+            for row, uid in enumerate(batch.uids):
+                if (held := rows_held(batch.prompt_cache, row)) is not None:
+                    out[uid] = held
+        return out
 
     def transient_bytes(self) -> int:
         """Bytes of log probabilities under way, which are not cache."""

@@ -4,7 +4,7 @@ Everything that knows how a cache is built or measured is here; the engine only 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from veloxquant.cache.table import row_of
@@ -43,10 +43,13 @@ def config_of(spec: LaunchSpec) -> KVCacheConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CachePlan:
-    """How caches are made for the loaded model. `kinds` says per layer what is used."""
+    """How caches are made for the loaded model.
+
+    `kinds` and `formats` describe each cache entry; `compressed` counts layers of the method.
+    """
 
     config: KVCacheConfig
-    model: Any
+    make: Callable[[], list[Any]]
     kinds: list[str]
     formats: list[str]
     compressed: int
@@ -59,7 +62,7 @@ class CachePlan:
 
     def new(self) -> list[Any]:
         """Fresh caches for one request."""
-        return plain_caches(self.model)
+        return self.make()
 
 
 def plain_caches(model: Any) -> list[Any]:
@@ -75,12 +78,27 @@ def plan_for(model: Any, config: KVCacheConfig) -> CachePlan:
     Raises:
         WorkerFault: `unsupported` when the method cannot serve this model.
     """
-    if config.method != BASELINE:
-        raise WorkerFault("unsupported", f"The method {config.method} is not built yet.")
     entries = plain_caches(model)
     _require_batching(entries)
-    kinds = [type(entry).__name__ for entry in entries]
-    return CachePlan(config, model, kinds, [""] * len(kinds), 0, [])
+    names = [type(entry).__name__ for entry in entries]
+    if config.method == BASELINE:
+        kinds = ["plain"] * len(names)
+        return CachePlan(config, lambda: plain_caches(model), kinds, names, 0, [])
+    from veloxquant.cache.builder import new_caches, plan_model
+
+    try:
+        plan = plan_model(model, config)
+    except QuantizerConfigError as error:
+        raise WorkerFault("unsupported", str(error)) from error
+    ours = {layer.path[0] for layer in plan.layers if layer.kind == "compressed"}
+    return CachePlan(
+        config,
+        lambda: new_caches(plan, config),
+        ["compressed" if i in ours else "native" for i in range(len(names))],
+        [config.method if i in ours else name for i, name in enumerate(names)],
+        plan.compressed,
+        list(plan.warnings),
+    )
 
 
 def _require_batching(entries: Iterable[Any]) -> None:
@@ -91,6 +109,23 @@ def _require_batching(entries: Iterable[Any]) -> None:
                 f"Layer {index} of this model needs {type(entry).__name__}, "
                 "which cannot serve several requests at once.",
             )
+
+
+def rows_held(caches: Iterable[Any], row: int) -> int | None:
+    """Most tokens that a layer of our own holds for one row of a batch; None without such."""
+    from veloxquant.cache.batch import RowBatch  # MLX: not before the model is known to be there
+
+    held = [cache.rows[row].rows for cache in _flat(caches) if isinstance(cache, RowBatch)]
+    return max(held) if held else None
+
+
+def _flat(caches: Iterable[Any]) -> Iterator[Any]:
+    for cache in caches:
+        inner = getattr(cache, "caches", None)
+        if inner is None:
+            yield cache
+        else:
+            yield from _flat(inner)
 
 
 def layer_bytes(cache_lists: Iterable[list[Any]], n_layers: int) -> list[int]:

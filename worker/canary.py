@@ -7,7 +7,7 @@ property of a method, not a fault: it is a warning, measured by completion again
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -20,8 +20,7 @@ _PROMPT = 12
 _DECODE = 2
 RECALL_TOKENS = 480
 _MIN_RECALL_TOKENS = 200
-RECALL_SECONDS = 6.0
-_ANSWER_TOKENS = 6
+RECALL_SECONDS = 5.0
 _NUMBER = "74937"
 _NEEDLE = f" The magic number for Oslo is {_NUMBER}."
 _QUESTION = " The magic number for Oslo is"
@@ -61,6 +60,10 @@ def _feed(model: Any, tokens: list[int], caches: list[Any]) -> mx.array:
     return logits
 
 
+def _best(logits: mx.array) -> int:
+    return int(cast(int, mx.argmax(logits).item()))
+
+
 def check(model: Any, tokenizer: Any, plan: CachePlan) -> list[PlainCost]:
     """Run a prompt and a few tokens through caches as the engine batches them.
 
@@ -77,7 +80,7 @@ def check(model: Any, tokenizer: Any, plan: CachePlan) -> list[PlainCost]:
         for _ in range(_DECODE):
             if not mx.isfinite(logits).all().item():
                 raise WorkerFault("canary_failed", "The model's output was not a number.")
-            logits = _feed(model, [int(mx.argmax(logits).item())], caches)
+            logits = _feed(model, [_best(logits)], caches)
     except WorkerFault:
         raise
     except Exception as error:  # whatever a model file raises: this is the trial
@@ -121,18 +124,18 @@ def recall(
     if skipped:
         logger.info("The recall check was skipped: %s", skipped)
         return []
-    prompt = _recall_prompt(tokenizer, tokens)
-    if not _answers(model, tokenizer, plain_caches(model), prompt, chunk):
+    text = _recall_text(tokenizer, tokens)
+    if not _answers(model, plain_caches(model), text, chunk):
         logger.info("The recall check was skipped: this model does not answer it uncompressed.")
         return []
     report(1, 2)
-    found = _answers(model, tokenizer, plan.new(), prompt, chunk)
+    found = _answers(model, plan.new(), text, chunk)
     report(2, 2)
     if found:
-        logger.info("Recall check passed at %d tokens.", len(prompt))
+        logger.info("Recall check passed at %d tokens.", tokens)
         return []
     warning = (
-        f"With {plan.config.method} this model forgot a number hidden in {len(prompt)} tokens of "
+        f"With {plan.config.method} this model forgot a number hidden in {tokens} tokens of "
         "text; without compression it found it."
     )
     return [warning]
@@ -140,7 +143,7 @@ def recall(
 
 def _recall_length(model: Any, tokenizer: Any, context: int) -> tuple[int, str]:
     """Tokens that fit context and time, and why not when they are too few."""
-    room = min(RECALL_TOKENS, context - _ANSWER_TOKENS)
+    room = min(RECALL_TOKENS, context)
     if room < _MIN_RECALL_TOKENS:
         return 0, f"a context of {context} tokens is too short for it"
     sample = (_tokens(tokenizer, _FILLER) * 2)[:64]
@@ -155,21 +158,28 @@ def _recall_length(model: Any, tokenizer: Any, context: int) -> tuple[int, str]:
     return room, ""
 
 
-def _recall_prompt(tokenizer: Any, tokens: int) -> list[int]:
+def _recall_text(tokenizer: Any, tokens: int) -> tuple[list[int], list[int], list[int]]:
+    """History with the number in it, the question, and the answer, as tokens."""
     needle, question = _tokens(tokenizer, _NEEDLE), _tokens(tokenizer, _QUESTION)
+    answer = _tokens(tokenizer, _QUESTION + f" {_NUMBER}")[len(question) :]
     filler = _tokens(tokenizer, _FILLER)
-    room = max(tokens - len(needle) - len(question), 2)
+    room = max(tokens - len(needle) - len(question) - len(answer), 2)
     filler = (filler * (room // max(1, len(filler)) + 1))[:room]
     before = room // 4  # far enough back to have left every window
-    return filler[:before] + needle + filler[before:] + question
+    return filler[:before] + needle + filler[before:], question, answer
 
 
-def _answers(model: Any, tokenizer: Any, caches: list[Any], prompt: list[int], chunk: int) -> bool:
-    for start in range(0, len(prompt) - 1, chunk):
-        _feed(model, prompt[start : min(start + chunk, len(prompt) - 1)], caches)
-    logits = _feed(model, prompt[-1:], caches)
-    answer: list[int] = []
-    for _ in range(_ANSWER_TOKENS):
-        answer.append(int(mx.argmax(logits).item()))
-        logits = _feed(model, answer[-1:], caches)
-    return _NUMBER in tokenizer.decode(answer)
+def _answers(
+    model: Any, caches: list[Any], text: tuple[list[int], list[int], list[int]], chunk: int
+) -> bool:
+    """Whether every token of the answer is the most likely one where it stands.
+
+    Question and answer are read in one call of their own, so that the history is read back as it
+    was stored.
+    """
+    history, question, answer = text
+    for start in range(0, len(history), chunk):
+        _feed(model, history[start : start + chunk], caches)
+    logits = model(mx.array([question + answer]), cache=caches)[0]
+    best = mx.argmax(logits[len(question) - 1 : -1], axis=-1)
+    return cast(list[int], best.tolist()) == answer

@@ -252,9 +252,11 @@ class Engine(threading.Thread):
 
     def _charge(self) -> None:
         chunk = self._batch.chunk()
-        for job in list(self._rows.values()):
+        held = self._batch.rows_held()
+        for uid, job in list(self._rows.items()):
             left = len(job.prompt) - job.fed
-            if not self._admission.charge(job, job.held_tokens + (min(chunk, left) or 1)):
+            now = held.get(uid, job.held_tokens)
+            if not self._admission.charge(job, now, min(chunk, left) or 1):
                 failure = Failure(503, "out_of_blocks", "The block pool ran dry; ask for less.")
                 self._end(job, Delta(failure=failure))
 

@@ -50,7 +50,7 @@ def completion_tokens(tokenizer: Any, request: CompletionRequest, vocab: int) ->
         BadRequestError: for several prompts, an empty one, or ids that are no tokens.
     """
     prompt: Any = request.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+    if isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt):
         if len(prompt) != 1:
             raise BadRequestError("Send one prompt a request.", "prompt", "unsupported")
         prompt = prompt[0]

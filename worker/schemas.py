@@ -128,7 +128,7 @@ class ChatRequest(Common, kw_only=True):
 class CompletionRequest(Common, kw_only=True):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
