@@ -42,7 +42,7 @@ def everything(spec: CodecSpec) -> StreamPlan:
     return StreamPlan(spec, AtOnce())
 
 
-def fp16_plan(config: KVCacheConfig) -> LayerPlan:  # noqa: ARG001 - one signature for all
+def fp16_plan(config: KVCacheConfig) -> LayerPlan:
     """Rows as the model made them."""
     return LayerPlan(everything(PlainSpec()), everything(PlainSpec()))
 

@@ -1,0 +1,1 @@
+"""One module a method; the table in `cache/table.py` names them."""

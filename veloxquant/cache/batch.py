@@ -1,0 +1,245 @@
+"""`RowBatch`: any of our caches in mlx-lm's continuous batching, one row a sequence.
+
+mlx-lm pads prompts of unequal length on the right and says how many tokens of each row are real;
+only those are appended, so no padding is ever stored and no packed row is ever shifted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from veloxquant.cache.view import CacheView
+from veloxquant.core.exceptions import CacheStateError
+
+
+class RowBatch:
+    """A batch cache over single-sequence caches.
+
+    Rows are any objects with mlx-lm's single-cache protocol whose `update_and_fetch` returns views
+    or arrays. `deepcopy` shares the rows: mlx-lm copies a batch only to filter both copies to
+    disjoint rows.
+    """
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self.rows = list(rows)
+        self._remaining: list[int] | None = None
+        self._step: list[tuple[int, Any, Any]] = []
+
+    # ---- mlx-lm's batch protocol --------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.rows)
+
+    def __bool__(self) -> bool:
+        """Always true: mlx-lm takes a false cache for a missing one."""
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowBatch:
+        """A batch of the same row objects."""
+        out = RowBatch(self.rows)
+        out._remaining = None if self._remaining is None else list(self._remaining)
+        return out
+
+    @property
+    def offset(self) -> mx.array:
+        """Absolute position of the next token of each row, (B,) int32."""
+        return mx.array([row.offset for row in self.rows], dtype=mx.int32)
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Note how many tokens of each row of the coming prompt are real.
+
+        Raises:
+            CacheStateError: for left padding, which would have to be stored.
+        """
+        if left_padding is not None and any(left_padding):
+            raise CacheStateError("left-padded prompts cannot be cached; pad them on the right")
+        if lengths is not None:
+            self._remaining = [int(n) for n in lengths]
+        elif right_padding is None:
+            self._remaining = None
+
+    def finalize(self) -> None:
+        """The padded prompt is complete."""
+        self._remaining = None
+
+    def _take_lengths(self, length: int) -> list[int]:
+        if self._remaining is None:
+            return [length] * len(self.rows)
+        now = [min(n, length) for n in self._remaining]
+        self._remaining = [n - m for n, m in zip(self._remaining, now, strict=True)]
+        return now
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append the real tokens of (B, H, L, D) to their rows."""
+        batch, heads, length, k_dim = keys.shape
+        if batch != len(self.rows):
+            raise CacheStateError(f"{batch} rows were fed to a batch of {len(self.rows)}")
+        self._step = []
+        for i, n in enumerate(self._take_lengths(length)):
+            row_keys = keys[i : i + 1, :, :n] if n != length or batch > 1 else keys
+            row_values = values[i : i + 1, :, :n] if n != length or batch > 1 else values
+            self._step.append((n, *self.rows[i].update_and_fetch(row_keys, row_values)))
+        self._dtype = keys.dtype
+        self._sizes = (heads, k_dim, values.shape[-1])
+        self._length = length
+        return self._fetched(own=True)
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What the last `update_and_fetch` returned."""
+        return self._fetched(own=False)
+
+    def _fetched(self, *, own: bool) -> tuple[Any, Any]:
+        heads, k_dim, v_dim = self._sizes
+        if not self._returns_views():
+            return self._padded_arrays()
+        total = max(keys.shape[2] for _, keys, _ in self._step)
+        shape = (len(self.rows), heads, total)
+        return (
+            CacheView(self, (*shape, k_dim), self._dtype, is_key=True, own=own),
+            CacheView(self, (*shape, v_dim), self._dtype, is_key=False, own=own),
+        )
+
+    def _returns_views(self) -> bool:
+        return all(row.batch_views for row in self.rows)
+
+    def _padded_arrays(self) -> tuple[mx.array, mx.array]:
+        """Rows as arrays, the newest token of all rows in the last column but for its padding."""
+        width = self._width()
+        out: tuple[list[mx.array], list[mx.array]] = ([], [])
+        for n, keys, values in self._step:
+            tail = self._length - n
+            room = [(0, 0), (0, 0), (width - keys.shape[2] - tail, tail), (0, 0)]
+            out[0].append(mx.pad(keys, room))
+            out[1].append(mx.pad(values, room))
+        return mx.concatenate(out[0], axis=0), mx.concatenate(out[1], axis=0)
+
+    def _width(self) -> int:
+        return max(keys.shape[2] + self._length - n for n, keys, _ in self._step)
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
+    ) -> mx.array | str | None:
+        """None or "causal" for views; for arrays the mask that hides the padding, (B, 1, N, T)."""
+        if self._returns_views() and not return_array and window_size is None:
+            return None if N == 1 else "causal"
+        for row in self.rows:
+            row.commit()  # sizes must be those that the coming update starts from
+        width = N + max(row.size() for row in self.rows)
+        columns = mx.arange(width)
+        queries = mx.arange(width - N, width)[:, None]
+        mask = queries >= columns[None]
+        if window_size is not None:
+            mask = mask & (queries < columns[None] + window_size)
+        first = mx.array([width - N - row.size() for row in self.rows])[:, None, None, None]
+        return mask[None, None] & (columns[None, None, None] >= first)
+
+    # ---- attention ----------------------------------------------------------------------
+
+    def attend(
+        self,
+        queries: mx.array,
+        view: CacheView,
+        scale: float,
+        mask: mx.array | str | None,
+        sinks: mx.array | None,
+        *,
+        owner: bool,
+    ) -> mx.array:
+        """Attention row by row over (B, Hq, L, D); padded queries give zeros.
+
+        Raises:
+            CacheStateError: when the model made an array mask, which rows of unequal length lack,
+                or the batch changed since the view was made.
+        """
+        if isinstance(mask, mx.array):
+            raise CacheStateError("rows of a packed batch make their own masks; got an array mask")
+        if view.shape[0] != len(self._step):
+            raise CacheStateError("the batch changed since this view was made")
+        length = queries.shape[2]
+        out = []
+        for i, (n, keys, values) in enumerate(self._step):
+            if n == 0:
+                shape = (1, queries.shape[1], length, values.shape[-1])
+                out.append(mx.zeros(shape, dtype=queries.dtype))
+                continue
+            q = queries[i : i + 1, :, :n]
+            row_mask = None if n == 1 else "causal"
+            if isinstance(keys, CacheView):
+                row = keys.cache.attend(q, keys, scale, row_mask, sinks, owner=owner)
+            else:
+                row = mx.fast.scaled_dot_product_attention(
+                    q, keys, values, scale=scale, mask=row_mask, sinks=sinks
+                )
+            if n < length:
+                row = mx.pad(row, [(0, 0), (0, 0), (0, length - n), (0, 0)])
+            out.append(row)
+        return out[0] if len(out) == 1 else mx.concatenate(out, axis=0)
+
+    # ---- rows ---------------------------------------------------------------------------
+
+    def filter(self, batch_indices: Any) -> None:
+        """Keep just these rows, in this order."""
+        keep = mx.array(batch_indices, dtype=mx.int32).reshape(-1).tolist()
+        self.rows = [self.rows[int(i)] for i in keep]  # type: ignore[arg-type]
+        self._step = []
+
+    def extend(self, other: RowBatch) -> None:
+        """Add the rows of another batch."""
+        self.rows.extend(other.rows)
+        self._step = []
+
+    def extract(self, idx: int) -> Any:
+        """One row as a single cache of its own; buffers are shared until one of both writes."""
+        return copy.deepcopy(self.rows[idx])
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> RowBatch:
+        """A batch of single caches."""
+        return cls(caches)
+
+    # ---- state --------------------------------------------------------------------------
+
+    @property
+    def state(self) -> list[Any]:
+        """States of the rows."""
+        self._step = []
+        return [row.state for row in self.rows]
+
+    @state.setter
+    def state(self, saved: list[Any]) -> None:
+        """Give each row its state."""
+        for row, row_state in zip(self.rows, saved, strict=True):
+            row.state = row_state
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all rows."""
+        return sum(row.nbytes for row in self.rows)
+
+    def size(self) -> int:
+        """Tokens of the longest row."""
+        return max((row.size() for row in self.rows), default=0)
+
+    def empty(self) -> bool:
+        """Whether no row holds anything."""
+        return all(row.empty() for row in self.rows)
+
+    def is_trimmable(self) -> bool:
+        """Whether every row can rewind."""
+        return all(row.is_trimmable() for row in self.rows)
+
+    def trim(self, n: int) -> int:
+        """Rewind every row by what all of them can rewind."""
+        n = min([n, *(row.offset for row in self.rows)])
+        return min((row.trim(n) for row in self.rows), default=0)

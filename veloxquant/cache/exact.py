@@ -1,0 +1,108 @@
+"""Caches that keep rows as they came and give some of them up.
+
+Rows go into the stores at once and attention reads them there, with mlx's own kernel: until the
+first eviction the output is that of the plain cache, bit for bit.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from veloxquant.cache.attend import Mask
+from veloxquant.cache.layer import LayerCache
+from veloxquant.cache.store import Store
+from veloxquant.cache.view import CacheView
+from veloxquant.core.exceptions import CacheStateError
+from veloxquant.quantizers.codecs import codec_for
+from veloxquant.quantizers.sizes import WINDOW_STEP, LayerShape, PlainSpec
+
+
+class ExactRows(LayerCache):
+    """One store of exact rows for keys, one for values; subclasses decide what goes."""
+
+    writes_through = True
+
+    def __init__(self, shape: LayerShape, method: str) -> None:
+        super().__init__()
+        self.method = method
+        self.key_rows = Store(codec_for(PlainSpec(), shape.k_dim), WINDOW_STEP)
+        self.value_rows = Store(codec_for(PlainSpec(), shape.v_dim), WINDOW_STEP)
+        self.evicted = 0
+
+    def streams(self) -> tuple[Sequence[Store], Sequence[Store]]:
+        """The two stores."""
+        return (self.key_rows,), (self.value_rows,)
+
+    def write(self, keys: mx.array, values: mx.array) -> None:
+        """Append rows."""
+        self.key_rows.append(keys)
+        self.value_rows.append(values)
+
+    def attend(
+        self,
+        queries: mx.array,
+        view: CacheView,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
+        *,
+        owner: bool,
+    ) -> mx.array:
+        """Attention over the rows in place.
+
+        Raises:
+            CacheStateError: when the cache moved on since the view was made.
+        """
+        if len(self.runs()[0]) != 1:
+            return super().attend(queries, view, scale, mask, sinks, owner=owner)
+        if view.shape[2] != self.rows:
+            raise CacheStateError(
+                f"the view stands for {view.shape[2]} tokens, the cache holds {self.rows} now"
+            )
+        keys = self.key_rows.decode(0, self.rows, self._dtype)
+        values = self.value_rows.decode(0, self.rows, self._dtype)
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+        )
+        if owner:
+            self.observe(queries, scale)
+        return self._settled(out)
+
+    def drop(self, n: int) -> int:
+        """Rewind rows while nothing was evicted; afterwards nothing."""
+        if self.evicted:
+            return 0
+        self.key_rows.trim(n)
+        self.value_rows.trim(n)
+        return n
+
+    def is_trimmable(self) -> bool:
+        """Until the first eviction."""
+        return self.evicted == 0
+
+    # ---- counters of the documents ------------------------------------------------------
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens fed, minus tokens rewound."""
+        return self.offset
+
+    @property
+    def tokens_kept(self) -> int:
+        """Rows held."""
+        return self.rows
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the rows held, without growth steps."""
+        return sum(store.length * store.nbytes // max(1, store.capacity) for store in self.layout())
+
+    @property
+    def full_seq_bytes(self) -> int:
+        """Bytes that all tokens would take in 16 bits."""
+        return self.full_bytes()
+
+    @property
+    def compression_ratio(self) -> float:
+        """16-bit bytes of all tokens over the bytes of the rows kept."""
+        return self.full_seq_bytes / self.kept_bytes if self.kept_bytes else 1.0

@@ -1,0 +1,23 @@
+"""Turning stored keys to other positions with the layer's own position encoding."""
+
+from typing import Any
+
+import mlx.core as mx
+
+
+def shiftable(rope: Any | None) -> bool:
+    """Whether the encoding is a pure rotation: its calls compose, `R(a)·R(b) = R(a + b)`.
+
+    Encodings that also scale the vector (YaRN, LongRoPE) or switch frequencies by length are not.
+    """
+    if rope is None:
+        return False
+    return type(rope).__name__ in {"RoPE", "Llama3RoPE"} and callable(rope)
+
+
+def shift_positions(rope: Any, keys: mx.array, by: int) -> mx.array:
+    """Keys (B, H, n, D) turned forward by `by` positions, all by the same angle."""
+    batch, heads, n, dim = keys.shape
+    # One token a row, so that the encoding's own offset is the whole shift.
+    rows = keys.reshape(batch * heads * n, 1, 1, dim)
+    return rope(rows, offset=by).reshape(batch, heads, n, dim)

@@ -1,0 +1,197 @@
+"""A growable run of tokens in one codec."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from veloxquant.quantizers.base import Codec, Packed, TokenAxis
+from veloxquant.quantizers.sizes import round_up
+
+
+def _cut(a: mx.array, axis: int, start: int, stop: int) -> mx.array:
+    index = [slice(None)] * a.ndim
+    index[axis] = slice(start, stop)
+    return a[tuple(index)]
+
+
+class Store:
+    """Tokens of keys or of values, packed, in buffers that grow by `step` tokens.
+
+    Buffers are written in place: nothing else may hold a reference to them when `append` runs, or
+    MLX copies the whole buffer. An empty store holds nothing. Tokens dropped at the front stay in
+    the buffer until `step` of them can go at once.
+    """
+
+    def __init__(self, codec: Codec, step: int) -> None:
+        self.codec = codec
+        self.step = step
+        self.capacity = 0
+        self._start = 0
+        self._stop = 0
+        self._arrays: Packed = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self._stop - self._start
+
+    # ---- size ---------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, growth steps included."""
+        return sum(a.nbytes for a in self._arrays.values())
+
+    def arrays(self) -> Iterator[mx.array]:
+        """Every buffer held."""
+        yield from self._arrays.values()
+
+    # ---- writing ------------------------------------------------------------------------
+
+    def append(self, x: mx.array) -> None:
+        """Encode and add (B, H, n, D); n must be a multiple of the codec's block."""
+        n = x.shape[2]
+        if n == 0:
+            return
+        block = self.codec.spec.block
+        assert n % block == 0, f"{n} tokens do not fill blocks of {block}"
+        self._put(self.codec.encode(x), n)
+
+    def _put(self, packed: Packed, n: int) -> None:
+        end = self._stop + n
+        if end > self.capacity:
+            self._grow(packed, round_up(end, self.step))
+        for name, new in packed.items():
+            place = self.codec.axes[name]
+            index = [slice(None)] * new.ndim
+            index[place.axis] = slice(place.at(self._stop), place.at(end))
+            self._arrays[name][tuple(index)] = new
+        self._stop = end
+
+    def _grow(self, like: Packed, capacity: int) -> None:
+        for name, new in like.items():
+            place = self.codec.axes[name]
+            shape = list(new.shape)
+            old = self._arrays.get(name)
+            have = 0 if old is None else old.shape[place.axis]
+            shape[place.axis] = place.at(capacity) - have
+            room = mx.zeros(shape, dtype=new.dtype)
+            self._arrays[name] = (
+                room if old is None else mx.concatenate([old, room], axis=place.axis)
+            )
+        self.capacity = capacity
+
+    def clear(self) -> None:
+        """Forget every token and release the buffers."""
+        self._arrays = {}
+        self._start = self._stop = self.capacity = 0
+
+    def replace(self, x: mx.array) -> None:
+        """Hold exactly the tokens of (B, H, n, D); released when n is 0."""
+        self.clear()
+        self.append(x)
+
+    def trim(self, n: int) -> int:
+        """Drop the newest `n` tokens; returns how many were dropped.
+
+        Buffers that are more than one step too large shrink, so that dropped tokens free memory.
+        """
+        n = max(0, min(n, self.length))
+        block = self.codec.spec.block
+        assert (self.length - n) % block == 0, f"cannot cut inside a block of {block} tokens"
+        self._stop -= n
+        if self.length == 0:
+            self.clear()
+        elif self.capacity > round_up(self._stop, self.step):
+            self._window(0, round_up(self._stop, self.step))
+        return n
+
+    def drop_front(self, n: int) -> None:
+        """Forget the oldest `n` tokens; their room is given back `step` tokens at a time."""
+        assert self.codec.spec.block == 1
+        assert n <= self.length
+        self._start += n
+        if self.length == 0:
+            self.clear()
+        elif self._start >= self.step:
+            self._window(self._start, self._start + round_up(self.length, self.step))
+
+    def _window(self, start: int, stop: int) -> None:
+        """Move buffer positions [start, stop) into buffers of just that size."""
+        stop = min(stop, self.capacity)
+        for name, a in self._arrays.items():
+            place = self.codec.axes[name]
+            part = _cut(a, place.axis, place.at(start), place.at(stop))
+            self._arrays[name] = mx.contiguous(part)
+        self.capacity = stop - start
+        self._start -= start
+        self._stop -= start
+
+    def take(self, index: mx.array) -> None:
+        """Keep the tokens at (B, H, n) ascending indices, each head its own.
+
+        Raises:
+            TypeError: when the codec shares scales among tokens.
+        """
+        if not self.codec.spec.token_local:
+            raise TypeError(f"tokens of a {self.codec.spec.name} store cannot be picked one by one")
+        n = index.shape[-1]
+        if self._start:
+            index = index + self._start
+        picked = {
+            name: mx.take_along_axis(a, index[..., None], axis=2)
+            for name, a in self._arrays.items()
+        }
+        self.clear()
+        if n:
+            self._put(picked, n)
+
+    # ---- reading ------------------------------------------------------------------------
+
+    def scores(self, q: mx.array) -> mx.array:
+        """Products of queries (B, H, M, D) with the tokens held: (B, H, M, length)."""
+        out = self.codec.scores(q, self._arrays)
+        return out if self.capacity == self.length else out[..., self._start : self._stop]
+
+    def mix(self, w: mx.array) -> mx.array:
+        """Weighted sum of the tokens held, weights (B, H, M, length): (B, H, M, D)."""
+        if self.capacity != self.length:
+            room = (self._start, self.capacity - self._stop)
+            w = mx.pad(w, [(0, 0)] * (w.ndim - 1) + [room])
+        return self.codec.mix(w, self._arrays)
+
+    def decode(self, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
+        """Tokens [start, stop) unpacked: (B, H, stop - start, D).
+
+        For codecs with blocks only whole blocks are unpacked and then cut.
+        """
+        start, stop = start + self._start, stop + self._start
+        block = self.codec.spec.block
+        low, high = start // block * block, min(round_up(stop, block), self.capacity)
+        part = {name: self._range(name, low, high) for name in self._arrays}
+        rows = self.codec.decode(part, dtype)
+        return rows[:, :, start - low : stop - low]
+
+    def _range(self, name: str, start: int, stop: int) -> mx.array:
+        place: TokenAxis = self.codec.axes[name]
+        return _cut(self._arrays[name], place.axis, place.at(start), place.at(stop))
+
+    # ---- saving -------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list:
+        """Counters and buffers as they are: what `adopt` takes over without copying."""
+        return [self._start, self._stop, self.capacity, dict(self._arrays)]
+
+    def adopt(self, saved: list) -> None:
+        """Take over what `live` or `compact` gave."""
+        start, stop, capacity, arrays = saved
+        self._arrays = dict(arrays or {})
+        self._start, self._stop, self.capacity = int(start), int(stop), int(capacity)
+
+    def compact(self) -> list:
+        """As `live`, with buffers cut to the tokens held: what goes into a file."""
+        if self.length == 0:
+            return [0, 0, 0, {}]
+        cut = {name: self._range(name, self._start, self._stop) for name in self._arrays}
+        return [0, self.length, self.length, cut]

@@ -1,0 +1,87 @@
+"""Keys or values of one layer: `[sinks][body][window]`, moved along by a schedule."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from veloxquant.cache.plans import StreamPlan
+from veloxquant.cache.store import Store
+from veloxquant.quantizers.codecs import codec_for
+from veloxquant.quantizers.sizes import BODY_STEP, WINDOW_STEP, PlainSpec
+
+
+class Stream:
+    """The stores of one matrix, always in the state that its plan prescribes for its length."""
+
+    def __init__(self, plan: StreamPlan, dim: int) -> None:
+        plain = codec_for(PlainSpec(), dim)
+        self.plan = plan
+        self.sinks = Store(plain, max(1, plan.n_sink))
+        self.body = Store(codec_for(plan.spec, dim), BODY_STEP)
+        self.window = Store(plain, WINDOW_STEP)
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.sinks.length + self.body.length + self.window.length
+
+    def stores(self) -> tuple[Store, ...]:
+        """The non-empty stores, oldest tokens first."""
+        return tuple(s for s in (self.sinks, self.body, self.window) if s.length)
+
+    def all_stores(self) -> tuple[Store, Store, Store]:
+        """Sinks, body and window, empty or not."""
+        return self.sinks, self.body, self.window
+
+    def arrays(self) -> Iterator[mx.array]:
+        """Every buffer held."""
+        for store in self.all_stores():
+            yield from store.arrays()
+
+    def append(self, x: mx.array) -> None:
+        """Add (B, H, n, D) and move what the schedule says into the body."""
+        room = self.plan.n_sink - self.sinks.length
+        if room > 0:
+            self.sinks.append(x[:, :, :room])
+            x = x[:, :, room:]
+        n = x.shape[2]
+        if n == 0:
+            return
+        due = self.plan.schedule.frontier(self.body.length + self.window.length + n)
+        move = due - self.body.length
+        if move <= 0:
+            self.window.append(x)
+            return
+        if self.window.length:
+            x = mx.concatenate([self.window.decode(0, self.window.length, x.dtype), x], axis=2)
+        self.body.append(x[:, :, :move])
+        self.window.replace(x[:, :, move:])
+
+    def trim(self, n: int) -> None:
+        """Drop the newest `n` tokens and fall back to the layout of the remaining length.
+
+        Tokens that leave the body return to the window as the codec decodes them.
+        """
+        keep = self.length - n
+        sinks, body, _ = self.plan.rows(keep)
+        if body < self.body.length:
+            stop = min(self.body.length, keep - sinks)
+            dtype = self._exact_dtype()
+            back = self.body.decode(body, stop, dtype)
+            self.body.trim(self.body.length - body)
+            rest = keep - sinks - stop
+            if rest > 0:
+                back = mx.concatenate([back, self.window.decode(0, rest, dtype)], axis=2)
+            mx.eval(back)
+            self.window.replace(back)
+        else:
+            self.window.trim(self.window.length - (keep - sinks - body))
+        self.sinks.trim(self.sinks.length - sinks)
+
+    def _exact_dtype(self) -> mx.Dtype:
+        """Type of decoded rows: that of the scales, which is the input's."""
+        for store in (self.window, self.sinks, self.body):
+            for a in store.arrays():
+                if a.dtype != mx.uint32:
+                    return a.dtype
+        return mx.float32

@@ -1,0 +1,63 @@
+"""What a codec is: vectors in, packed arrays out, and products computed from the packed form."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import mlx.core as mx
+
+from veloxquant.quantizers.sizes import CodecSpec
+
+Packed = dict[str, mx.array]
+
+
+class TokenAxis(NamedTuple):
+    """Where tokens lie in an array: axis, and `num`/`den` indices for each token."""
+
+    axis: int
+    num: int = 1
+    den: int = 1
+
+    def at(self, tokens: int) -> int:
+        """Index along the axis at which token number `tokens` starts."""
+        return tokens * self.num // self.den
+
+
+class Codec(Protocol):
+    """Immutable constants of one format for one head size; shared by layers and sequences.
+
+    Shapes: B sequences, H KV heads, M query rows, T tokens, D head size. `packed` holds a whole
+    store, its token axis at capacity; scores and weights are fp32 or the query's type.
+    """
+
+    spec: CodecSpec
+    dim: int
+    axes: Mapping[str, TokenAxis]
+
+    def encode(self, x: mx.array) -> Packed:
+        """Pack (B, H, n, D), n a multiple of `spec.block`."""
+        ...
+
+    def scores(self, q: mx.array, packed: Packed) -> mx.array:
+        """Inner products of queries (B, H, M, D) with all T tokens: (B, H, M, T)."""
+        ...
+
+    def mix(self, w: mx.array, packed: Packed) -> mx.array:
+        """Weighted sums of tokens: weights (B, H, M, T) to (B, H, M, D)."""
+        ...
+
+    def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
+        """All tokens of the given arrays, unpacked: (B, H, T, D)."""
+        ...
+
+
+def compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """The type attention computes in: fp32 on the CPU backend, where 16-bit products are loops."""
+    return dtype if mx.default_device() == mx.gpu else mx.float32
+
+
+class Shared:
+    """Base of codecs: copies of a cache share their codec."""
+
+    def __deepcopy__(self, memo: object) -> "Shared":
+        """Constants are shared by copies."""
+        return self

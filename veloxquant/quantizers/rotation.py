@@ -1,0 +1,65 @@
+"""The seeded rotation of the codebook codecs: two randomized Hadamard rounds.
+
+`rotate` is used on what is stored. It runs the transform row by row, so a vector's result does not
+depend on how many are rotated at once, which a matrix product does not promise. Queries and
+outputs use the same map as a dense matrix, once a call.
+Source: TurboQuant (arXiv 2504.19874); two rounds, since one leaves a one-hot vector far from
+Gaussian (dossier figure: error 0.041 instead of 0.36 at one bit).
+"""
+
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from veloxquant.math.rotation import hadamard_blocks, make_hadamard_diagonal
+
+
+class Rotation:
+    """Orthogonal map of R^dim, the same for every layer, head and sequence of one seed."""
+
+    def __init__(self, dim: int, seed: int) -> None:
+        self.dim, self.seed = dim, seed
+        self.blocks = hadamard_blocks(dim)
+        self._signs = [mx.array(make_hadamard_diagonal(dim, seed + 7919 * r)) for r in (1, 2)]
+        # Blocks do not mix among themselves; a permutation between the rounds does that.
+        order = np.random.default_rng(seed + 104_729).permutation(dim)
+        self._shuffle = mx.array(order.astype(np.uint32)) if len(self.blocks) > 1 else None
+        self.matrix = self.rotate(mx.eye(dim)).T
+        """(dim, dim) fp32; `x @ matrix.T` equals `rotate(x)` up to rounding."""
+        mx.eval(self._signs, self.matrix)
+
+    def _round(self, x: mx.array) -> mx.array:
+        if len(self.blocks) == 1:
+            return mx.hadamard_transform(x)
+        parts, start = [], 0
+        for size in self.blocks:
+            part = mx.contiguous(x[..., start : start + size])
+            parts.append(mx.hadamard_transform(part) if size > 1 else part)
+            start += size
+        return mx.concatenate(parts, axis=-1)
+
+    def rotate(self, x: mx.array) -> mx.array:
+        """Rotate the last axis of fp32 vectors (..., dim)."""
+        x = self._round(x * self._signs[0])
+        if self._shuffle is not None:
+            x = mx.take(x, self._shuffle, axis=-1)
+        return self._round(x * self._signs[1])
+
+    def rotate_query(self, q: mx.array) -> mx.array:
+        """The same map for a few vectors, as one product."""
+        return q @ self.matrix.T.astype(q.dtype)
+
+    def unrotate(self, y: mx.array) -> mx.array:
+        """Inverse of `rotate_query`."""
+        return y @ self.matrix.astype(y.dtype)
+
+    def __deepcopy__(self, memo: object) -> "Rotation":
+        """Constants are shared by copies."""
+        return self
+
+
+@lru_cache(maxsize=32)
+def rotation(dim: int, seed: int) -> Rotation:
+    """The shared rotation of one size and seed."""
+    return Rotation(dim, seed)
