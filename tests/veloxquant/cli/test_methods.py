@@ -1,0 +1,43 @@
+import json
+from collections.abc import Callable
+
+from veloxquant.cache.table import TABLE
+from veloxquant.config.kv_cache import METHOD_NAMES
+
+Run = Callable[..., tuple[int, str, str]]
+KEYS = {
+    "name", "family", "serve_tier", "serve_tier_label", "maturity", "is_servable", "blurb",
+    "config_fields", "field_schema", "coverage", "coverage_label", "paper_deviation", "is_adapted",
+    "unsupported_reason", "docs_url", "capabilities",
+}  # fmt: skip
+
+
+def payload(run: Run, *words: str) -> dict:
+    code, out, _ = run("methods", "--json", *words)
+    assert code == 0
+    return json.loads(out)
+
+
+def test_json_has_the_documented_shape(run: Run) -> None:
+    data = payload(run)
+    assert (data["schema_version"], data["default_serve_method"]) == (1, "turboquant_rvq")
+    assert {m["name"] for m in data["methods"]} == {*METHOD_NAMES, "fp16"}
+    for method in data["methods"]:
+        assert set(method) >= KEYS
+        assert [f["name"] for f in method["field_schema"]] == method["config_fields"]
+        for field in method["field_schema"]:
+            assert set(field) == {"name", "type", "default", "optional", "help"}
+
+
+def test_filters(run: Run) -> None:
+    ready = {name for name, row in TABLE.items() if row.is_ready}
+    assert {m["name"] for m in payload(run, "--servable-only")["methods"]} == ready
+    families = {m["family"] for m in payload(run, "--family", "eviction")["methods"]}
+    assert families == {"eviction"}
+
+
+def test_table_for_people(run: Run) -> None:
+    code, out, _ = run("methods", "ls")
+    assert code == 0
+    assert "turboquant_rvq *" in out
+    assert len(out.splitlines()) == len(TABLE) + 2

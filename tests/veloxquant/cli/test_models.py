@@ -1,0 +1,112 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from veloxquant.cli import exit_codes
+from veloxquant.integration import demo_model
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_empty_list_says_where_it_looked_and_what_to_do(run: Run) -> None:
+    code, out, err = run("models", "ls")
+    assert (code, out) == (0, "")
+    assert "Hugging Face cache" in err
+    assert "vq models demo" in err
+
+
+def test_list(run: Run, demo: Path) -> None:
+    code, out, _ = run("models")
+    assert code == 0
+    assert "Tiny-1B" in out
+    assert str(demo) not in out
+    assert run("models", "ls", "-q")[1] == "Tiny-1B\n"
+    assert str(demo) in run("models", "ls", "--paths")[1]
+    data = json.loads(run("models", "ls", "--json")[1])["data"]
+    assert data["models"][0]["runnable"] is True
+    assert "path" not in data["models"][0]
+
+
+def test_a_bad_model_says_why(run: Run, demo: Path) -> None:
+    (demo / "config.json").write_text("{")
+    assert "no: config.json is not valid JSON" in run("models", "ls")[1]
+    assert run("models", "show", "tiny-1b")[0] == 0
+    code, _, err = run("fit", "Tiny-1B")
+    assert (code, "not valid JSON" in err) == (exit_codes.UNSUPPORTED, True)
+
+
+def test_show(run: Run, demo: Path) -> None:
+    data = json.loads(run("models", "show", "tiny-1b", "--json")[1])["data"]
+    assert (data["layers"], data["layers_compressed"]) == (16, 16)
+    assert data["native_context"] == 131072
+    assert data["path"] == str(demo)
+
+
+def test_an_added_folder_is_searched(run: Run, demo: Path, tmp_path: Path) -> None:
+    demo.rename(tmp_path / "moved")
+    assert run("config", "set", "models.folders", str(tmp_path))[0] == 0
+    assert run("models", "ls", "-q")[1] == "moved\n"
+    assert run("config", "set", "models.folders", f"{tmp_path},/not/here")[0] == 0
+    assert "/not/here is not there" in run("models", "ls")[2]
+
+
+def test_unknown_model_is_code_3(run: Run, demo: Path) -> None:
+    code, out, err = run("models", "show", "Tiny-2B")
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
+    assert "did you mean Tiny-1B" in err
+
+
+def test_demo_reports_a_failed_download(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Path:
+        raise demo_model.DemoModelError("no route", "check it", "network")
+
+    monkeypatch.setattr(demo_model, "install", fail)
+    assert run("models", "demo") == (exit_codes.NETWORK, "", "error: no route\n  check it\n")
+    body = json.loads(run("models", "demo", "--json")[1])
+    assert body["error"]["code"] == "network"
+
+
+def test_fit(run: Run, demo: Path) -> None:
+    code, out, _ = run("fit", "Tiny-1B", "--context", "32k", "--ram", "2G")
+    assert code == 0
+    assert "turboquant_rvq" in out
+    data = json.loads(run("fit", "Tiny-1B", "--ram", "2G", "--json")[1])["data"]
+    assert data["room"]["nbytes"] == 2 << 30
+    rows = {row["method"]: row for row in data["methods"]}
+    assert rows["kivi"]["max_context"] > rows["fp16"]["max_context"]
+    assert data["context"] == 8192
+
+
+def test_fit_that_cannot_is_code_4(run: Run, demo: Path) -> None:
+    code, _, err = run("fit", "Tiny-1B", "--ram", "100M")
+    assert (code, "too large" in err) == (exit_codes.DOES_NOT_FIT, True)
+
+
+def test_config_round_trip(run: Run, home: Path) -> None:
+    assert run("config", "get", "server.port")[1] == "8000\n"
+    assert run("config", "set", "server.port", "8111")[0] == 0
+    assert run("config", "get", "server.port")[1] == "8111\n"
+    assert run("config", "set", "server.port", "")[0] == 0
+    assert run("config", "get", "server.port")[1] == "8000\n"
+    assert run("config", "set", "server.port", "x")[0] == exit_codes.USAGE
+    assert run("config", "get", "server.prot")[0] == exit_codes.NOT_FOUND
+    assert run("config", "path")[1].strip() == str(home / "config" / "config.toml")
+    assert "server.port" in json.loads(run("config", "ls", "--json")[1])["data"]
+
+
+def test_doctor(run: Run) -> None:
+    code, out, _ = run("doctor", "--json")
+    data = json.loads(out)["data"]
+    assert data["ok"] == (code == 0)
+    names = {check["name"] for check in data["checks"]}
+    assert names >= {"machine", "python", "mlx", "memory", "models", "port", "supervisor"}
+    assert "vq models demo" in run("doctor")[1]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(run: Run, shell: str) -> None:
+    code, out, _ = run("completion", shell)
+    assert code == 0
+    assert "vq" in out

@@ -1,0 +1,213 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from veloxquant.cli import exit_codes
+from veloxquant.config.last_start import load_last
+from veloxquant.supervisor.client import CommandError, LinkChange, NotConnectedError
+from veloxquant.supervisor.failures import FAILURES, fault
+from veloxquant.supervisor.messages import (
+    Event,
+    LaunchSpec,
+    Log,
+    Progress,
+    Snapshot,
+    StageReport,
+    State,
+    Stats,
+)
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def event(seq: int, body: Any) -> Event:
+    return Event("e", seq, 0.0, body)
+
+
+@pytest.mark.parametrize("words", [("status",), ("stop",), ("shutdown",), ("status", "--watch")])
+def test_nothing_running_is_no_error_and_starts_nothing(run: Run, home: Path, words: tuple) -> None:
+    assert run(*words) == (0, "stopped: no server is running\n", "")
+    assert json.loads(run(*words, "--json")[1])["data"]["phase"] == "stopped"
+    assert not (home / "run").exists()
+
+
+@pytest.mark.parametrize("words", [("restart",), ("logs",), ("chat", "-p", "hi")])
+def test_what_needs_a_server_is_code_3_without_one(run: Run, words: tuple) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (exit_codes.NOT_FOUND, "")
+    assert "vq up" in err
+
+
+def test_up_prints_the_base_url_and_remembers(run: Run, demo: Path, supervisor: Any) -> None:
+    supervisor.events = [
+        Snapshot("e", 1, State("starting")),
+        event(2, Progress(StageReport("weights", "now", "Tiny-1B", total=1 << 30))),
+        event(3, Progress(StageReport("weights", "done", seconds=1.0))),
+        event(4, State("ready", warnings=["mind the gap"])),
+    ]
+    code, out, err = run("up", "tiny-1b", "--method", "kivi", "--bits", "4", "--context", "4k",
+                         "--set", "kivi_group_size=64")  # fmt: skip
+    assert (code, out) == (0, "http://127.0.0.1:8000/v1\n")
+    assert "1.00 GiB" in err
+    assert "mind the gap" in err
+    spec = dict(supervisor.calls)["start"]["spec"]
+    assert LaunchSpec(**spec).options == {"bit_width_inlier": 4, "kivi_group_size": 64}
+    assert (spec["model"], spec["name"], spec["context"]) == (str(demo), "Tiny-1B", 4096)
+    assert load_last() == {"model": "Tiny-1B", "method": "kivi", "context": 4096}
+    assert run("up", "--json")[0] == 0  # the same again
+    assert supervisor.calls[-2][1]["spec"]["method"] == "kivi"
+
+
+def test_up_detached_returns_at_once(run: Run, demo: Path, supervisor: Any) -> None:
+    supervisor.state("starting")
+    assert run("up", "Tiny-1B", "--detach")[1] == "starting: Tiny-1B\n"
+    data = json.loads(run("up", "Tiny-1B", "--detach", "--json")[1])["data"]
+    assert (data["phase"], data["api_key"], data["token_file"]) == ("starting", False, None)
+
+
+EXIT = {"usage": 2, "model_missing": 3, "does_not_fit": 4, "port_taken": 5, "unsupported": 7}
+
+
+@pytest.mark.parametrize("code", FAILURES)
+def test_a_failed_start_says_why_and_leaves_with_its_code(
+    run: Run, demo: Path, supervisor: Any, code: str
+) -> None:
+    supervisor.events = [
+        Snapshot("e", 1, State("starting")),
+        event(2, State("failed", reason=fault(code, "the detail"))),
+    ]
+    status, out, err = run("up", "Tiny-1B")
+    assert (status, out) == (EXIT.get(code, 1), "")
+    assert FAILURES[code].message in err
+    assert "the detail" in err
+    assert FAILURES[code].hint in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CommandError("already_running", "it runs", "stop it"), exit_codes.BUSY),
+        (CommandError("port_taken", "taken"), exit_codes.BUSY),
+        (CommandError("usage", "bad"), exit_codes.USAGE),
+        (CommandError("strange", "odd"), exit_codes.FAILED),
+        (NotConnectedError("no answer"), exit_codes.NETWORK),
+    ],
+)
+def test_refused_commands(
+    run: Run, demo: Path, supervisor: Any, error: Exception, code: int
+) -> None:
+    supervisor.raises = error
+    assert run("up", "Tiny-1B")[0] == code
+    status, out, _ = run("up", "Tiny-1B", "--json")
+    assert json.loads(out)["error"]["exit_code"] == status == code
+
+
+def test_up_gives_up_when_the_supervisor_stays_away(run: Run, demo: Path, supervisor: Any) -> None:
+    supervisor.events = [LinkChange(False, "gone", attempt=n) for n in range(1, 9)]
+    code, _, err = run("up", "Tiny-1B")
+    assert (code, "gone" in err) == (exit_codes.NETWORK, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ((), exit_codes.USAGE, "Which model?"),
+        (("nope",), exit_codes.NOT_FOUND, "no model 'nope'"),
+        (("Tiny-1B", "--method", "nope"), exit_codes.NOT_FOUND, "no method"),
+        (("Tiny-1B", "--method", "xquant"), exit_codes.UNSUPPORTED, "not built yet"),
+        (("Tiny-1B", "--set", "snap_budget=1"), exit_codes.USAGE, "it has: bit_width_inlier"),
+        (("Tiny-1B", "--host", "0.0.0.0"), exit_codes.USAGE, "--api-key"),
+        (("Tiny-1B", "--memory-limit", "100M"), exit_codes.DOES_NOT_FIT, "--force"),
+        (("Tiny-1B", "--memory-limit", "2G", "--method", "fp16", "--context", "128k"),
+         exit_codes.DOES_NOT_FIT, "--context"),
+    ],
+)  # fmt: skip
+def test_up_refuses_before_anything_starts(
+    run: Run, demo: Path, supervisor: Any, words: tuple, code: int, says: str
+) -> None:
+    status, out, err = run("up", *words)
+    assert (status, out) == (code, "")
+    assert says in err
+    assert supervisor.calls == []
+
+
+def test_force_starts_what_may_not_fit(run: Run, demo: Path, supervisor: Any) -> None:
+    supervisor.events = [Snapshot("e", 1, State("ready"))]
+    code, _, err = run("up", "Tiny-1B", "--memory-limit", "100M", "--force")
+    assert (code, "warning" in err) == (0, True)
+
+
+def test_interrupting_a_start_stops_it(
+    run: Run, demo: Path, supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from veloxquant.cli import starting
+
+    async def interrupted() -> dict:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(starting, "_follow", interrupted)
+    assert run("up", "Tiny-1B")[0] == exit_codes.INTERRUPTED
+    assert supervisor.calls[-1] == ("stop", {"grace": 0.0})
+
+
+def test_status_hides_local_paths(run: Run, supervisor: Any) -> None:
+    spec = {"model": "/secret/models/Tiny", "method": "kivi", "name": "Tiny"}
+    supervisor.state("ready", spec=spec)
+    code, out, _ = run("status", "--json")
+    assert (code, "/secret" in out) == (0, False)
+    assert json.loads(out)["data"]["state"]["spec"]["model"] == "Tiny"
+    assert run("status")[1].startswith("ready: Tiny / kivi   http://127.0.0.1:8000/v1   pid 7")
+
+
+def test_watch_prints_one_line_a_change(run: Run, supervisor: Any) -> None:
+    supervisor.events = [
+        Snapshot("e", 1, State("loading"), Stats()),
+        event(2, Stats()),
+        event(3, State("ready", pid=9)),
+        event(4, Log("warning", "pool", "low \x1b[31mblocks")),
+        event(5, Log("info", "http", "quiet")),
+        LinkChange(False, "gone"),
+    ]
+    code, out, err = run("status", "--watch")
+    lines = out.splitlines()
+    assert code == 0
+    assert [line.split(":")[0] for line in lines if ":" in line[:10]] == [
+        "loading", "ready", "warning",
+    ]  # fmt: skip
+    assert sum(line.startswith("memory") for line in lines) == 1
+    assert "\x1b" not in out
+    assert "gone" in err
+    for line in run("status", "--watch", "--json")[1].splitlines():
+        json.loads(line)
+
+
+def test_logs_and_follow_print_each_line_once(run: Run, supervisor: Any) -> None:
+    def line(seq: int, text: str) -> dict:
+        return {"seq": seq, "t": 0, "wall": 1.5, "level": "info", "source": "http",
+                "request": "", "text": text}  # fmt: skip
+
+    supervisor.answers["logs"] = {"lines": [line(3, "three"), line(4, "four")], "dropped": 2}
+    supervisor.events = [
+        Snapshot("e", 5, State("ready"), logs=[
+            event(4, Log("info", "http", "four")), event(5, Log("error", "http", "five")),
+        ]),
+        event(6, Log("debug", "http", "hidden")),
+        event(7, Log("info", "http", "seven")),
+    ]  # fmt: skip
+    code, out, err = run("logs", "--follow", "--last", "2")
+    assert code == 0
+    assert [row.split()[-1] for row in out.splitlines()] == ["three", "four", "five", "seven"]
+    assert "2 older lines" in err
+    _, out, _ = run("logs", "-f", "--json", "--grep", "SEV")
+    assert [json.loads(row)["text"] for row in out.splitlines()] == ["three", "four", "seven"]
+    assert supervisor.calls[-1] == ("logs", {"last": 200, "level": "info", "grep": "SEV"})
+
+
+def test_stop_says_what_was_reached(run: Run, supervisor: Any) -> None:
+    assert run("stop", "--grace", "3")[1].startswith("stopped:")
+    assert ("stop", {"grace": 3.0}) in supervisor.calls
+    assert run("stop", "--grace", "-1")[0] == exit_codes.USAGE

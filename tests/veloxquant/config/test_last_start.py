@@ -1,0 +1,31 @@
+from pathlib import Path
+
+import pytest
+
+from veloxquant.config.last_start import load_last, save_last
+
+
+def test_a_start_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VELOXQUANT_HOME", str(tmp_path))
+    assert load_last() == {}
+    save_last("model", "kivi", 4096)
+    assert load_last() == {"model": "model", "method": "kivi", "context": 4096}
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'{"model": 3, "method": "kivi"}', b"\xff"])
+def test_what_cannot_be_read_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: bytes
+) -> None:
+    monkeypatch.setenv("VELOXQUANT_HOME", str(tmp_path))
+    save_last("model", "kivi", 4096)
+    (tmp_path / "state" / "last_start.json").write_bytes(raw)
+    assert "model" not in load_last()
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VELOXQUANT_HOME", str(tmp_path / "file"))
+    save_last("model", "kivi", 4096)
+    assert load_last() == {}

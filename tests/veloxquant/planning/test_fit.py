@@ -1,0 +1,147 @@
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from veloxquant.cache.table import TABLE, held
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.planning.fit import Sizer, best_start, fit_row, fit_table
+from veloxquant.planning.model_shape import ModelShape, NativeLayer
+from veloxquant.quantizers.sizes import LayerShape
+
+GIB = 1 << 30
+READY = [row.name for row in TABLE.values() if row.is_ready]
+SHAPE = LayerShape(32, 8, 128, 128)
+
+
+def model(native: int = 131072, weights: int = 5 * GIB, layers: int = 36) -> ModelShape:
+    return ModelShape(
+        ((SHAPE, layers),), (), 4096, 12288, 151936, native, weights, weights, "metal"
+    )
+
+
+rooms = st.integers(0, 64 * GIB)
+methods = st.sampled_from(READY)
+
+
+@given(methods, rooms, st.integers(0, 8 * GIB), st.integers(1, 8))
+@settings(max_examples=30, deadline=None)
+def test_more_room_never_fits_less(method: str, room: int, more: int, batch: int) -> None:
+    sizer = Sizer(model(), KVCacheConfig(method=method))
+    assert sizer.max_context(room, batch)[0] <= sizer.max_context(room + more, batch)[0]
+
+
+@given(methods, rooms, st.integers(1, 7))
+@settings(max_examples=30, deadline=None)
+def test_more_conversations_never_fit_longer(method: str, room: int, batch: int) -> None:
+    sizer = Sizer(model(), KVCacheConfig(method=method))
+    assert sizer.max_context(room, batch + 1)[0] <= sizer.max_context(room, batch)[0]
+
+
+@given(methods, rooms)
+@settings(max_examples=30, deadline=None)
+def test_the_longest_context_fits_and_stays_within_the_native_one(method: str, room: int) -> None:
+    sizer = Sizer(model(), KVCacheConfig(method=method))
+    longest, limit = sizer.max_context(room)
+    assert 0 <= longest <= 131072
+    if longest:
+        assert sizer.need(longest).peak <= room
+    assert (limit == "native context") == (longest == 131072)
+
+
+@pytest.mark.parametrize("method", READY)
+def test_bytes_are_those_of_the_method_table(method: str) -> None:
+    config = KVCacheConfig(method=method)
+    need = Sizer(model(), config).need(5000, batch=3)
+    assert need.kv == 3 * 36 * held(config, SHAPE, 5000).nbytes
+
+
+@pytest.mark.parametrize("method", READY)
+def test_peak_is_never_below_what_is_in_use(method: str) -> None:
+    sizer = Sizer(model(), KVCacheConfig(method=method))
+    for tokens in (1, 17, 512, 4096, 100_000):
+        need = sizer.need(tokens)
+        assert need.peak >= need.resident > need.weights
+
+
+def test_the_limiting_line_is_named() -> None:
+    sizer = Sizer(model(), KVCacheConfig(method="fp16"))
+    assert sizer.max_context(4 * GIB) == (0, "weights")
+    assert sizer.max_context(64 * GIB) == (131072, "native context")
+    assert sizer.max_context(9 * GIB)[1] in ("kv", "prompt phase")
+    # a method that keeps 512 tokens but reads the whole prompt first is limited by reading
+    prompt = Sizer(model(), KVCacheConfig(method="snapkv")).max_context(9 * GIB)
+    assert prompt[1] == "prompt phase"
+
+
+def test_native_layers_are_counted_whatever_the_method() -> None:
+    sliding = NativeLayer("sliding", token_bytes=4096, window=1024)
+    mixed = ModelShape(((SHAPE, 6),), ((sliding, 30),), 4096, 12288, 1000, 8192, GIB, GIB, "metal")
+    need = Sizer(mixed, KVCacheConfig(method="kivi")).need(8192, batch=2)
+    assert need.native == 2 * 30 * 1024 * 4096
+
+
+def test_table_lists_every_method_and_says_why_not() -> None:
+    rows = fit_table(model(), 32768, 1, 12 * GIB)
+    assert sorted(row.method for row in rows) == sorted(TABLE)
+    for row in rows:
+        assert (row.kv_bytes is None) == bool(row.why)
+        assert row.ready == TABLE[row.method].is_ready
+    seen = [row.max_context is None for row in rows]
+    assert seen == sorted(seen)  # those left out come last
+
+
+def test_table_is_fast() -> None:
+    shape = model()
+    fit_table(shape, 32768, 1, 12 * GIB)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        fit_table(shape, 32768, 1, 12 * GIB)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.05
+
+
+def test_compressing_makes_room_for_longer_conversations() -> None:
+    rows = {row.method: row for row in fit_table(model(), 65536, 1, 12 * GIB)}
+    assert not rows["fp16"].fits
+    assert rows["turboquant_rvq"].fits
+    assert rows["turboquant_rvq"].ratio > 5
+    assert rows["fp16"].ratio == 1.0
+
+
+def test_proposal_is_plain_while_it_fits_then_one_that_keeps_all_tokens() -> None:
+    def proposed(context: int, room: int) -> str | None:
+        best = best_start(fit_table(model(), context, 1, room))
+        return best.method if best else None
+
+    assert proposed(4096, 12 * GIB) == "fp16"
+    chosen = proposed(65536, 12 * GIB)
+    assert chosen is not None
+    assert TABLE[chosen].kind != "eviction"
+    assert proposed(4096, GIB) is None
+
+
+def test_settings_count_and_bad_ones_are_a_reason() -> None:
+    def row(**options: object):
+        return fit_row(model(), TABLE["kivi"], 8192, 1, 12 * GIB, options=options)
+
+    assert row(bit_width_inlier=8).kv_bytes > row(bit_width_inlier=2).kv_bytes
+    assert "one of 32, 64, 128" in row(kivi_group_size=3).why
+    assert "no setting 'snap_budget'" in row(snap_budget=8).why
+
+
+def test_planned_methods_have_no_size() -> None:
+    planned = next(row.name for row in TABLE.values() if not row.is_ready)
+    with pytest.raises(QuantizerConfigError, match="not built yet"):
+        Sizer(model(), KVCacheConfig(method=planned))
+
+
+def test_a_model_without_plain_attention_can_only_run_uncompressed() -> None:
+    latent = ModelShape((), ((NativeLayer("latent", 1152), 27),), 2048, 8192, 1000, 4096,
+                        GIB, GIB, "metal")  # fmt: skip
+    rows = {row.method: row for row in fit_table(latent, 4096, 1, 12 * GIB)}
+    assert rows["fp16"].fits
+    assert rows["kivi"].why == "no layer of this model can be compressed"
