@@ -123,6 +123,7 @@ class PanelApp(Operate, Scout, App[int]):
         self._pending: list[Any] = []
         self._flushing = False
         self._seen_snapshot = False
+        self.linked = asyncio.Event()
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -152,6 +153,7 @@ class PanelApp(Operate, Scout, App[int]):
         while True:
             try:
                 await self.control.connect()
+                self.linked.set()
                 break
             except CommandFailed as problem:
                 note = f"{problem.message} {problem.hint}".strip()

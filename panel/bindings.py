@@ -81,7 +81,7 @@ KEYS: tuple[Key, ...] = (
     Key("run.other_method", "f", "other method", "pick another method", 0),
     Key("run.report", "Y", "copy report", "copy what went wrong, without paths", 0),
     # chat
-    Key("chat.stop", "escape", "stop answer", "stop the answer, or leave the text field", 1),
+    Key("chat.stop", "escape", "stop / leave", "stop the answer, or leave the text field", 1),
     Key("chat.new", "ctrl+n", "new chat", "begin a new conversation", 2, True),
     Key("chat.copy", "ctrl+y", "copy answer", "copy the last answer", 3, True),
     Key("chat.retry", "ctrl+r", "retry", "ask the last question again", 4, True),

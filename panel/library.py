@@ -280,7 +280,7 @@ def _fit_item(row: FitRow) -> FitItem:
         peak=row.peak_bytes,
         max_context=row.max_context,
         fits=row.fits,
-        known="kv exact, peak estimate" if row.kv_bytes is not None else "",
+        known="kv exact, peak est." if row.kv_bytes is not None else "",
         note=row.why or row.note,
         blurb=known.blurb if known else "",
         limit=row.limit or "",

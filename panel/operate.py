@@ -1,6 +1,7 @@
 """Starting, stopping and restarting, as the app does it; refusals become a state, not a toast."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ else:
     _Base = object
 
 GRACE = 10.0
+CONNECT_WAIT = 15.0
 
 
 class Operate(_Base):
@@ -31,6 +33,7 @@ class Operate(_Base):
     control: Control | None
     view: Any
     library: Library | None
+    linked: asyncio.Event
     desk: "ChatDesk | None" = None
 
     def start(self, spec: LaunchSpec) -> None:
@@ -154,11 +157,14 @@ class Operate(_Base):
     ) -> dict[str, Any] | None:
         """Send a command; a refusal is put into the view and None returned."""
         try:
-            if self.control is None:
+            # pressed before the supervisor is up: it takes a second, so wait instead of refusing
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.linked.wait(), CONNECT_WAIT)
+            if self.control is None or not self.linked.is_set():
                 raise CommandFailed(
                     "not_connected",
-                    "The panel is not connected to the supervisor yet.",
-                    "Wait a moment and try again; `vq doctor` shows what is in the way.",
+                    "The panel is not connected to the supervisor.",
+                    self.view.link_note or "`vq doctor` shows what is in the way.",
                 )
             return await self.control.command(op, args)
         except CommandFailed as problem:

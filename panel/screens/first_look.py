@@ -63,7 +63,7 @@ class FirstLook(AreaScreen):
         self.query_one("#proposal", Static).update(self._proposal())
         took = f" Checks took {panel.checks_took:.1f} s." if panel.checks is not None else ""
         self.query_one("#privacy", Static).update(
-            Content(f"Nothing was sent anywhere.{took} Run again any time: r, or vq doctor")
+            Content(f"Nothing was sent anywhere.{took} r or vq doctor: again")
         )
         self.refresh_bindings()
 

@@ -22,13 +22,13 @@ from veloxquant.panel.widgets.longest import LongestPane
 from veloxquant.panel.widgets.table import Column, PickTable, Row
 
 _COLUMNS = (
-    Column("METHOD", 16, 0),
+    Column("METHOD", 15, 0),
     Column("BITS", 5, 3, right=True),
-    Column("KV", 8, 0, right=True),
-    Column("PEAK", 8, 2, right=True),
-    Column("MAX CTX", 8, 0, right=True),
+    Column("KV", 7, 0, right=True),
+    Column("PEAK", 7, 2, right=True),
+    Column("MAX CTX", 7, 0, right=True),
     Column("FITS", 4, 1),
-    Column("HOW KNOWN", 23, 4, flex=True),
+    Column("HOW KNOWN", 19, 4, flex=True),
 )
 _LEAST, _MOST = 1_024, 1 << 20
 _BATCHES = (1, 2, 4, 8, 16)
@@ -190,9 +190,6 @@ class FitScreen(AreaScreen):
         longest = self.query_one(LongestPane)
         bars.report = longest.report = report
         bars.picked = longest.picked = key
-        # on a tall window the table is as high as its rows, and the charts take the rest
-        rows = len(self.query_one(PickTable).rows)
-        self.query_one(PickTable).styles.max_height = max(4, min(rows + 1, self.size.height - 26))
         about = self.query_one("#fit-about", Static)
         if report is None or row is None:
             about.update(Content(""))
@@ -201,11 +198,32 @@ class FitScreen(AreaScreen):
         if row.ready and row.kv is not None and (base := self._fp16()):
             parts.append((f"\n{base / max(1, row.kv):.1f}x smaller than fp16", "$mem-kv"))
             parts.append((f" at {report.context:,} tokens", "$muted"))
+        parts += self._figures(row, report)
         if row.note:
             parts.append((f"\n{clean(row.note, 400)}", "$state-warn" if not row.fits else "$muted"))
         parts.append((f"\nroom {clean(report.room_note, 300)}", "$muted"))
         parts += [(f"\n{clean(note, 300)}", "$muted") for note in report.notes]
         about.update(Content.assemble(*parts))
+
+    def _figures(self, row: FitItem, report: FitReport) -> list[tuple[str, str]]:
+        """Figures in words, where the window is tall enough."""
+        if not row.ready or row.kv is None or not self.has_class("-tall"):
+            return []
+        other = max(0, (row.peak or 0) - report.weights - row.kv)
+        reach = units.tokens(row.max_context)
+        facts = (
+            ("kind", row.kind),
+            ("weights", units.size(report.weights)),
+            ("kv", f"{units.size(row.kv)} for {report.batch} x {report.context:,} tokens"),
+            ("reading", f"{units.size(other)} more while the prompt is read, and the program"),
+            ("peak", f"{units.size(row.peak)} of {units.size(report.room)}"),
+            ("longest", f"{reach} tokens, limited by {clean(row.limit, 40) or 'nothing known'}"),
+            ("known", clean(row.known, 80)),
+        )
+        parts: list[tuple[str, str]] = [("\n", "")]
+        for name, value in facts:
+            parts += [(f"\n{name:<9}", "$muted"), (value, "")]
+        return [*parts, ("\n", "")]
 
     def _fp16(self) -> int | None:
         return next((row.kv for row in self._ready() if row.method == "fp16"), None)

@@ -68,10 +68,11 @@ class ModelsScreen(AreaScreen):
         with Horizontal(id="models-line", classes="line"):
             yield Static("", id="models-count")
             yield Input(placeholder="/ filter by name", id="models-filter")
-        yield PickTable(_COLUMNS, id="models-table")
-        detail = Static("", id="models-detail", classes="pane")
-        detail.border_title = Content("MODEL")
-        yield detail
+        with Horizontal(id="models-body"):
+            yield PickTable(_COLUMNS, id="models-table")
+            detail = Static("", id="models-detail", classes="pane")
+            detail.border_title = Content("MODEL")
+            yield detail
 
     def on_mount(self) -> None:
         """The table has the focus."""

@@ -88,7 +88,7 @@ class TopBar(Widget):
         if memory is None or cells < 70:
             return Content("")
         bar = 20 if cells >= 120 else 8
-        full = round(bar * memory.used / memory.total) if memory.total else 0
+        full = max(1, round(bar * memory.used / memory.total)) if memory.total else 0
         return Content.assemble(
             (f"mem {units.pair(memory.used, memory.total)} ", "$muted"),
             (GLYPHS.full * full, "$mem-weights"),

@@ -1,6 +1,7 @@
 """Memory at the chosen context, a bar a method, against the room there is now."""
 
 from textual.content import Content
+from textual.geometry import Size
 from textual.reactive import reactive
 
 from veloxquant.panel import units
@@ -11,7 +12,7 @@ from veloxquant.panel.theme import GLYPHS
 from veloxquant.panel.widgets.gauge import Part, bar
 from veloxquant.panel.widgets.pane import Pane
 
-_NAME = 15
+_NAME = 17
 
 
 def parts_of(row: FitItem, weights: int) -> list[Part]:
@@ -40,8 +41,13 @@ class FitBars(Pane):
     TITLE = "MEMORY"
     LIVE = False
 
-    report: reactive[FitReport | None] = reactive(None)
+    report: reactive[FitReport | None] = reactive(None, layout=True)
     picked: reactive[str] = reactive("")
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
+        """A bar and a blank line a method, for an automatic height."""
+        ready = [row for row in self.report.rows if row.ready] if self.report else []
+        return max(4, 2 * len(ready) + 1)
 
     def watch_report(self, report: FitReport | None) -> None:
         """Name the context in the title."""
@@ -54,7 +60,7 @@ class FitBars(Pane):
         report = self.report
         if report is None:
             return []
-        spaced = rows >= 14
+        spaced = rows >= 10
         room = (rows - 1) // 2 if spaced else rows - 1
         chosen = highlighted(report, self.picked, room)
         most = max([report.room, *(row.peak or 0 for row in chosen)])

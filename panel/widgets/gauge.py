@@ -82,7 +82,8 @@ class MemoryPane(Pane):
         spare = rows - len(out)
         if spare >= 4 and view.history:
             values = [point.footprint for point in view.history]
-            out.append(Content(""))
+            span = units.ago(view.history[-1].t - view.history[0].t)
+            out.append(Content.styled(f"footprint, last {span}", "$muted"))
             out += sparkline(values, cells, spare - 1, "$mem-weights", units.short_size)
         return out
 

@@ -4,7 +4,7 @@ from textual.content import Content
 
 from veloxquant.panel import units
 from veloxquant.panel.state import OPEN_REQUESTS, View
-from veloxquant.panel.text import clean, fit, pad
+from veloxquant.panel.text import fit, pad
 from veloxquant.panel.widgets.chart import nice_top, sparkline
 from veloxquant.panel.widgets.gauge import flow
 from veloxquant.panel.widgets.pane import Pane
@@ -59,7 +59,7 @@ class SpeedPane(Pane):
                 out.append(Content(""))
                 spare -= 1
             top = nice_top(max(values))
-            out += sparkline(values, cells, min(spare, 8), "$state-ready", _tps, top)
+            out += sparkline(values, cells, spare, "$state-ready", _tps, top)
         return out
 
 
@@ -101,11 +101,11 @@ class RequestPane(Pane):
         newest = list(reversed(view.requests))
         newest.sort(key=lambda request: request.state not in OPEN_REQUESTS)
         for request in newest[: spare - 1]:
-            out.append(self._row(request, [c[0] for c in columns]))
+            out.append(self._row(request, [c[0] for c in columns], cells))
         return out
 
     @staticmethod
-    def _row(request: Request, shown: list[str]) -> Content:
+    def _row(request: Request, shown: list[str], cells: int) -> Content:
         values = {
             "ID": fit(request.id.removeprefix("chatcmpl-"), 10),
             "STATE": request.state,
@@ -119,6 +119,7 @@ class RequestPane(Pane):
             if title in shown:
                 style = _STATES[request.state] if title == "STATE" else ""
                 parts.append((pad(values[title], size, right=right) + " ", style))
-        if request.detail and request.state in ("failed", "refused"):
-            parts.append((clean(request.detail, 80), "$muted"))
+        left = cells - sum(len(part[0]) for part in parts)
+        if request.detail and request.state in ("failed", "refused") and left >= 12:
+            parts.append((fit(request.detail, left), "$muted"))
         return Content.assemble(*parts)

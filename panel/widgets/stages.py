@@ -59,7 +59,7 @@ class StagesPane(Pane):
         time = units.seconds(stage.seconds) if stage.seconds is not None else ""
         name = pad(NAMES[stage.stage], 15)
         detail = stage.detail or _ABOUT[stage.stage]
-        bar_cells = min(28, cells - 50)
+        bar_cells = min(28, cells - 58)
         bar: list[tuple[str, str]] = []
         if stage.state == "now" and stage.total and stage.done is not None:
             if stage.total > 1 << 20:

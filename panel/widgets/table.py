@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from textual import events
 from textual.content import Content
-from textual.geometry import clamp
+from textual.geometry import Size, clamp
 from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
@@ -81,7 +81,7 @@ class PickTable(Widget, can_focus=True):
         index = next((i for i, row in enumerate(self.rows) if row.key == wanted), None)
         self.cursor = index if index is not None else self._nearest(self.cursor)
         self._follow()
-        self.refresh()
+        self.refresh(layout=self.styles.is_auto_height)
 
     def set_empty(self, text: str) -> None:
         """What to say when there are no rows."""
@@ -117,6 +117,10 @@ class PickTable(Widget, can_focus=True):
         top = min(self._top, self.cursor)
         self._top = max(0, max(top, self.cursor - page + 1))
         self._top = min(self._top, max(0, len(self.rows) - page))
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
+        """All rows and the titles, for an automatic height."""
+        return max(2, len(self.rows) or self.empty.count("\n") + 1) + 1
 
     def on_resize(self) -> None:
         """Keep the cursor in sight."""

@@ -204,7 +204,7 @@ def fit_report(model: ModelItem, context: int, batch: int) -> FitReport:
         rows.append(
             FitItem(
                 method, True, kind, bits, kv, None, need, min(131_072, longest),
-                need <= room, "exact bytes",
+                need <= room, "kv exact, peak est.",
                 note=f"keeps 2,048 of {context:,} tokens" if bits is None else "", blurb=blurb,
                 limit="kv" if longest < 131_072 else "native context",
             )
