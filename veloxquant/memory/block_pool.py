@@ -115,10 +115,8 @@ class BlockPoolAllocator:
             BlockPoolExhaustedError: when blocks are missing and the pool may not grow enough.
             ValueError: when `n_tokens` is not positive or `stream` is unknown.
         """
-        source = self._alias.get(stream) or self._stream(stream)
-        n_tokens = index(n_tokens)
-        if n_tokens <= 0:
-            _positive(n_tokens)
+        source = self._stream(stream)
+        n_tokens = _positive(n_tokens)
         n_blocks = -(-n_tokens // self._size)
         with self._lock:
             if n_blocks > len(source.ids):

@@ -239,6 +239,9 @@ def test_register_owner_notices_a_second_claim_until_it_is_released():
         pool.register_owner(1)
     pool.free_all(1)
     pool.register_owner(1)
+    pool.allocate("k", 1, 1)
+    pool.free_all(1)
+    pool.register_owner(1)
 
 
 def test_owner_that_never_registered_is_forgotten_with_its_last_block():

@@ -53,6 +53,13 @@ def test_packing_is_exactly_two_four_and_eight_codes_a_byte():
     assert sizes == {"int8": 2048, "int4": 1024, "int2": 512, "int1": 256}
 
 
+def test_first_code_lies_in_the_lowest_bits():
+    pool, storage = make(head_dim=3)
+    (block,) = pool.allocate("kv", 4, 1, "int4")
+    storage.write(block, 0, [[1, 2, 3]])
+    assert storage.buffer_for(block)[0].tolist() == [0x21, 0x03]
+
+
 def test_resident_bytes_are_what_mlx_holds():
     pool, storage = make(head_dim=4096, n_blocks=16, block_size=64)
     blocks = pool.allocate("kv", 64 * 16, 1, "int2")

@@ -257,6 +257,16 @@ def test_copy_that_the_pool_cannot_afford_fails_at_its_first_write_unchanged():
     assert same(twin.state, cache.state)
 
 
+def test_trim_of_a_shared_copy_needs_nothing_from_the_pool():
+    pool = make_pool(96, separate_kv=False)
+    cache = PoolBackedKVCache(pool)
+    feed(cache, 700)
+    twin = copy.deepcopy(cache)
+    assert twin.trim(690) == 690
+    assert pool.n_free() == 0
+    assert (same(twin.state, kv(10)), same(cache.state, kv(700))) == (True, True)
+
+
 def test_trimmed_copy_takes_only_what_it_needs():
     pool = make_pool()
     cache = PoolBackedKVCache(pool, owner=4)

@@ -28,6 +28,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPoolAllocator(PoolConfig(SIZE, n_blocks, separate, grows, limit))
         self.held = {}
         self.freed = []
+        self.seen = set()
+        self.reused = 0
         self.retired = Counter()
         self.first = n_blocks
         self.limit = limit if grows else n_blocks
@@ -59,6 +61,9 @@ class PoolMachine(RuleBasedStateMachine):
             assert sum(block.n_used for block in blocks) == n
             assert {block.stream for block in blocks} == {self.name(stream)}
             self.held.setdefault(owner, []).extend(blocks)
+            ids = {block.block_id for block in blocks}
+            self.reused += len(ids & self.seen)
+            self.seen |= ids
         assert self.pool.stats.n_grown - before.n_grown == short
 
     @rule(stream=streams, n=tokens, owner=owners)
@@ -115,6 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert stats.blocks_in_use() == len(used)
         assert stats.n_blocks == len(used) + len(layout.free)
         assert stats.n_blocks + stats.n_retired == self.first + stats.n_grown == layout.n_ids
+        assert stats.n_reused == self.reused
         assert stats.n_retired == self.retired.total()
         assert sum(self.pool.n_free(name) for name in self.names) == len(layout.free)
         part = {block.block_id for block in mine if 0 < block.n_used < SIZE}
