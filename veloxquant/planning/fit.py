@@ -16,8 +16,8 @@ from veloxquant.planning.method_settings import SettingsError, config_of
 from veloxquant.planning.model_shape import ModelShape
 
 Limit = Literal["weights", "kv", "prompt phase", "native context"]
-PROGRAM_BYTES = 256 << 20
-"""Python, MLX, tokenizer and HTTP of a worker without a model (168 MiB measured at rest)."""
+PROGRAM_BYTES = 192 << 20
+"""Python, MLX, tokenizer and HTTP of a worker without a model (170 to 190 MiB measured)."""
 GRID = 32
 """Steps of the search for the longest context, on each of its two levels."""
 LEAST_TOKENS = 16

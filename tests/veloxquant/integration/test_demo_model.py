@@ -1,6 +1,8 @@
 import hashlib
+import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,15 @@ def test_install_does_nothing_when_it_is_there(tmp_path: Path, pip: dict[str, An
     install(folder=tmp_path / "demo")
     install(folder=tmp_path / "demo")
     assert pip["calls"] == 1
+
+
+def test_install_sweeps_old_scratch_folders_only(tmp_path: Path, pip: dict[str, Any]) -> None:
+    for name, age_s in ((".demo-old", 3600), (".demo-young", 10)):
+        (tmp_path / name).mkdir()
+        then = time.time() - age_s
+        os.utime(tmp_path / name, (then, then))
+    install(folder=tmp_path / "demo")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".demo-young", "demo"]
 
 
 def test_install_replaces_a_broken_folder(tmp_path: Path, pip: dict[str, Any]) -> None:

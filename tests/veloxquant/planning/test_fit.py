@@ -22,7 +22,8 @@ def model(native: int = 131072, weights: int = 5 * GIB, layers: int = 36) -> Mod
     )
 
 
-rooms = st.integers(0, 64 * GIB)
+# mostly where it matters: above the weights, below the native context
+rooms = st.integers(5 * GIB, 9 * GIB) | st.integers(0, 64 * GIB)
 methods = st.sampled_from(READY)
 
 
@@ -64,6 +65,12 @@ def test_peak_is_never_below_what_is_in_use(method: str) -> None:
     for tokens in (1, 17, 512, 4096, 100_000):
         need = sizer.need(tokens)
         assert need.peak >= need.resident > need.weights
+
+
+def test_reading_a_prompt_needs_work_space_on_top() -> None:
+    need = Sizer(model(), KVCacheConfig(method="fp16")).need(8192)
+    scores = 32 * 512 * 1024 * 4  # one block of attention scores, float32
+    assert need.peak - need.resident > scores
 
 
 def test_the_limiting_line_is_named() -> None:
