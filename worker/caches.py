@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from veloxquant.cache.table import row_of
-from veloxquant.config.kv_cache import BASELINE, CommonOptions, KVCacheConfig
+from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.planning import method_settings
 from veloxquant.supervisor.messages import LaunchSpec
 from veloxquant.worker.faults import WorkerFault
-
-_COMMON = {f.name for f in dataclasses.fields(CommonOptions)} - {"method", "options", "observers"}
 
 
 def config_of(spec: LaunchSpec) -> KVCacheConfig:
@@ -24,20 +23,11 @@ def config_of(spec: LaunchSpec) -> KVCacheConfig:
             `unsupported` for a method that is not built yet.
     """
     try:
-        row = row_of(spec.method)
-        own = {f.name for f in dataclasses.fields(row.options)}
-        for name in spec.options:
-            if name not in own | _COMMON:
-                known = ", ".join(sorted(own | _COMMON))
-                raise WorkerFault("usage", f"{spec.method} has no option {name!r}; known: {known}.")
-        method = {name: value for name, value in spec.options.items() if name in own}
-        common = {name: value for name, value in spec.options.items() if name not in own}
-        config = KVCacheConfig(method=spec.method, options=row.options(**method), **common)
-        row.check(config)
-        if not row.is_ready:
-            raise WorkerFault("unsupported", f"The method {spec.method} is not built yet.")
-    except (QuantizerConfigError, TypeError) as error:
+        config = method_settings.config_of(spec.method, spec.options)
+    except (QuantizerConfigError, method_settings.SettingsError, TypeError) as error:
         raise WorkerFault("usage", str(error)) from error
+    if not row_of(spec.method).is_ready:
+        raise WorkerFault("unsupported", f"The method {spec.method} is not built yet.")
     return config
 
 
