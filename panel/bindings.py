@@ -79,6 +79,7 @@ KEYS: tuple[Key, ...] = (
     Key("run.next_port", "n", "next port", "start on the next free port", 0),
     Key("run.other_model", "m", "other model", "pick another model", 0),
     Key("run.other_method", "f", "other method", "pick another method", 0),
+    Key("run.demo", "d", "get demo model", "fetch the small demo model", 0),
     Key("run.report", "Y", "copy report", "copy what went wrong, without paths", 0),
     # chat
     Key("chat.stop", "escape", "stop / leave", "stop the answer, or leave the text field", 1),

@@ -16,6 +16,7 @@ from veloxquant.panel.screens.area import AreaScreen
 from veloxquant.panel.state import View, freshness
 from veloxquant.panel.steps import Step, next_steps
 from veloxquant.panel.text import clean
+from veloxquant.panel.theme import GLYPHS
 from veloxquant.panel.widgets.gauge import MemoryPane
 from veloxquant.panel.widgets.layers import LayerPane
 from veloxquant.panel.widgets.log_pane import LogPane
@@ -49,6 +50,7 @@ class RunScreen(AreaScreen):
     def body(self) -> ComposeResult:
         """All pages; one is displayed."""
         yield Static("", id="run-line", classes="line")
+        yield Static("", id="run-warning")
         with Vertical(id="page-idle", classes="page"):
             yield Static("", id="idle-text")
         with Vertical(id="page-starting", classes="page"):
@@ -81,6 +83,12 @@ class RunScreen(AreaScreen):
         for name in ("idle", "starting", "live", "failed"):
             self.query_one(f"#page-{name}").display = name == page
         self.query_one("#run-line", Static).update(self._line(view, now))
+        warnings = view.server.warnings if view.is_running else []
+        warning = self.query_one("#run-warning", Static)
+        warning.display = bool(warnings)
+        if warnings:
+            more = f"  ({len(warnings) - 1} more in the log)" if len(warnings) > 1 else ""
+            warning.update(Content(f"{GLYPHS.warn} {clean(warnings[0], 300)}{more}"))
         if page == "failed":
             self._failure(view)
         else:
@@ -135,8 +143,6 @@ class RunScreen(AreaScreen):
             parts.append(("finishing running answers, then the process ends", "$muted"))
         elif server.phase in ("crashed", "backoff") and server.retry_in is not None:
             parts.append((f"starting again in {server.retry_in:.0f} s", "$state-warn"))
-        if server.warnings and view.is_running:
-            parts.append((f"   ! {clean(server.warnings[-1], 200)}", "$state-warn"))
         return Content.assemble(*parts)
 
     def _idle(self, view: View) -> Content:
@@ -209,6 +215,7 @@ class RunScreen(AreaScreen):
             and view.fault is not None
             and view.fault.code == "port_taken",
             "report": page == "failed",
+            "demo": page == "failed" and not self.panel.has_demo,
         }
         return table.get(action, True)
 
@@ -225,9 +232,6 @@ class RunScreen(AreaScreen):
     def _do(self, step: Step) -> None:
         if step.action == "again" and step.spec is not None:
             self.panel.start(step.spec)
-        elif step.action == "demo":
-            self.panel.fetch_demo()
-            self.panel.action_go("models")
         else:
             self.call_later(self.run_action, step.action)
 
@@ -273,6 +277,11 @@ class RunScreen(AreaScreen):
     def action_other_method(self) -> None:
         """Pick another method for the same model."""
         self.panel.pick_path(self.panel.view.spec or self.panel.view.refused_spec)
+
+    def action_demo(self) -> None:
+        """Fetch the demo model; the models show how far it is."""
+        self.panel.fetch_demo()
+        self.panel.action_go("models")
 
     def action_report(self) -> None:
         """Copy what went wrong, without paths."""

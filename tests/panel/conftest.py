@@ -1,6 +1,8 @@
 """The panel with fakes, and a state folder of its own for each test."""
 
+import asyncio
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,8 +32,48 @@ def make_app():
         control = control or FakeControl(*(messages or (snapshot(),)))
         library = library or FakeLibrary(models)
         app = PanelApp(lambda: control, lambda: library, clock=lambda: app.fake_now)
-        app.fake_now = 0.0
+        app.fake_now = 3.0
         app.fake_control, app.fake_library = control, library
         return app
 
     return build
+
+
+@pytest.fixture
+def until():
+    """Wait for a condition while the app runs; fails with what was waited for."""
+
+    async def wait(pilot, condition, what="", seconds=10.0):
+        deadline = time.monotonic() + seconds
+        while True:
+            await pilot.pause()
+            if condition():
+                return
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited {seconds} s for {what or condition}")
+            await asyncio.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture
+def settled(until):
+    """Wait until the snapshot and the first look have arrived."""
+
+    async def wait(pilot):
+        app = pilot.app
+        await until(pilot, lambda: app.view.epoch and app.checks is not None, "the first look")
+        return app
+
+    return wait
+
+
+@pytest.fixture
+def text_of():
+    """What the screen in front shows, as text."""
+
+    def read(app) -> str:
+        strips = app.screen._compositor.render_strips()
+        return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+
+    return read
