@@ -59,6 +59,8 @@ class ExactRows(LayerCache):
             raise CacheStateError(
                 f"the view stands for {view.shape[2]} tokens, the cache holds {self.rows} now"
             )
+        if queries.shape[2] == 0:
+            return self.no_rows(queries)
         keys = self.key_rows.decode(0, self.rows, self._dtype)
         values = self.value_rows.decode(0, self.rows, self._dtype)
         out = mx.fast.scaled_dot_product_attention(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
 
@@ -39,6 +39,9 @@ class LayerCache(ABC):
     writes_through = False
     """Rows enter the stores at once and attention reads them there: for exact stores only, whose
     rows attention reads in place; what `commit` would do is done by `settle` alone."""
+
+    constants: ClassVar[frozenset[str]] = frozenset()
+    """Attributes that copies share."""
 
     def __init__(self) -> None:
         self.offset = 0
@@ -142,11 +145,17 @@ class LayerCache(ABC):
             raise CacheStateError(
                 f"the view stands for {view.shape[2]} tokens, the cache holds {self.rows} now"
             )
+        if queries.shape[2] == 0:
+            return self.no_rows(queries)
         keys, values = self.runs()
         out = attend(queries, keys, values, n_kv=view.shape[1], scale=scale, mask=mask, sinks=sinks)
         if owner:
             self.observe(queries, scale)
         return self._settled(out)
+
+    def no_rows(self, queries: mx.array) -> mx.array:
+        """The output of no queries at all, which an empty append leads to."""
+        return mx.zeros((*queries.shape[:3], self._known_shape()[3]), dtype=queries.dtype)
 
     def _settled(self, out: mx.array) -> mx.array:
         """Make `out` carry everything written since the last call.
@@ -333,6 +342,15 @@ class LayerCache(ABC):
     def copy(self) -> LayerCache:
         """An independent copy; buffers are shared until one of both writes."""
         return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache:
+        """An independent copy; element types and position encodings are shared constants."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            constant = isinstance(value, mx.Dtype) or name in self.constants
+            setattr(twin, name, value if constant else copy.deepcopy(value, memo))
+        return twin
 
     # ---- counters of the documents ------------------------------------------------------
 

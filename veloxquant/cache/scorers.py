@@ -1,5 +1,6 @@
 """Scores of stored tokens: how much the model's queries, or the keys' geometry, want each one."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -75,6 +76,12 @@ class WindowAttention:
         """The ring of queries."""
         if self.queries is not None:
             yield self.queries
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WindowAttention":
+        """An independent copy."""
+        twin = WindowAttention(self.window, self.kernel, self.dtype)
+        twin.queries, twin.scale = copy.deepcopy(self.queries, memo), self.scale
+        return twin
 
     def saved(self) -> list[Any]:
         """The ring and its scale."""

@@ -26,6 +26,8 @@ from veloxquant.quantizers.sizes import LayerShape, PlainSpec
 class StreamingLLMKVCache(ExactRows):
     """Sink rows in a store of their own once the window has moved, window rows in another."""
 
+    constants = frozenset({"rope"})
+
     def __init__(self, config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> None:
         super().__init__(shape, config.method)
         self.n_sink = config.stream_n_sink
