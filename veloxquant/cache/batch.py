@@ -240,6 +240,8 @@ class RowBatch:
         return all(row.is_trimmable() for row in self.rows)
 
     def trim(self, n: int) -> int:
-        """Rewind every row by what all of them can rewind."""
+        """Rewind every row by what all of them can rewind; none when one of them cannot."""
+        if not self.is_trimmable():
+            return 0
         n = min([n, *(row.offset for row in self.rows)])
         return min((row.trim(n) for row in self.rows), default=0)
