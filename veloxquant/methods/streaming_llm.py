@@ -59,7 +59,7 @@ class StreamingLLMKVCache(ExactRows):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add (B, H, L, D); in decode the oldest row goes first, so the budget always holds."""
-        if keys.shape[2] == 1 and self.rows == self.n_sink + self.window:
+        if keys.shape[2] == 1 and self.rows >= self.n_sink + self.window:
             self.commit()
             self._make_room()
         return super().update_and_fetch(keys, values)
