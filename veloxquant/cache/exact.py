@@ -79,7 +79,8 @@ class ExactRows(LayerCache):
         return n
 
     def is_trimmable(self) -> bool:
-        """Until the first eviction."""
+        """Until the first eviction; one that is due happens now."""
+        self.commit()
         return self.evicted == 0
 
     # ---- counters of the documents ------------------------------------------------------
@@ -97,7 +98,8 @@ class ExactRows(LayerCache):
     @property
     def kept_bytes(self) -> int:
         """Bytes of the rows held, without growth steps."""
-        return sum(store.length * store.nbytes // max(1, store.capacity) for store in self.layout())
+        keys, values = self.streams()
+        return sum(s.length * s.nbytes // max(1, s.capacity) for s in (*keys, *values))
 
     @property
     def full_seq_bytes(self) -> int:
