@@ -9,7 +9,7 @@ announce the end of a prompt, so the first single token after a longer block is 
 Without true queries the score is KeyDiff's (arXiv 2504.15364) and the cache says `proxy`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -60,6 +60,7 @@ class SnapKVKVCache(ExactRows):
         """Collect queries while a prompt is read."""
         if self._in_prompt or self._due:
             self.scorer.observe(queries, scale)
+            self._unevaluated.extend(self.scorer.arrays())
 
     def settle(self) -> None:
         """Compress a completed prompt that is over the budget."""
@@ -99,18 +100,16 @@ class SnapKVKVCache(ExactRows):
         yield from self.scorer.arrays()
 
     def extra_state(self) -> list[Any]:
-        """Counters, the state of the prompt, positions and queries."""
+        """Counters, the state of the prompt, and queries."""
         return [
-            self.evicted, self.since_eviction, self._in_prompt, self._due,
-            self.positions.live, self.scorer.saved(),
+            self.evicted, self.since_eviction, self._in_prompt, self._due, self.scorer.saved(),
         ]  # fmt: skip
 
     def restore_extra(self, saved: list[Any]) -> None:
         """Take back what `extra_state` gave."""
         self.evicted, self.since_eviction = int(saved[0]), int(saved[1])
         self._in_prompt, self._due = bool(saved[2]), bool(saved[3])
-        self.positions.adopt(saved[4])
-        self.scorer.restore(saved[5])
+        self.scorer.restore(saved[4])
 
     def kept_positions(self) -> mx.array:
         """Absolute positions of the rows held, (B, H, n) int32 ascending."""
@@ -160,12 +159,8 @@ class SnapKVKVCache(ExactRows):
         return batch * heads * tokens * (k_dim if key else v_dim) * self._dtype.size
 
     def layout(self) -> list[Store]:
-        """Keys and values; positions are saved with the counters."""
-        return [self.key_rows, self.value_rows]
-
-    def streams(self) -> tuple[Sequence[Store], Sequence[Store]]:
-        """The two stores."""
-        return (self.key_rows,), (self.value_rows,)
+        """Keys, values and positions."""
+        return [self.key_rows, self.value_rows, self.positions]
 
 
 def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> SnapKVKVCache:
