@@ -5,13 +5,14 @@ from a thread through a bounded queue.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from veloxquant.supervisor import ports
@@ -54,7 +55,8 @@ from veloxquant.supervisor.process import WORKER_MODULE, WorkerProcess
 
 log = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.2
+TICK_SECONDS = 0.5
+URGENT_SECONDS = 0.05
 
 
 class Controller:
@@ -83,6 +85,7 @@ class Controller:
         self._record: Record | None = None
         self._token = ""
         self._disk_failed = False
+        self._saved: Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._starting = asyncio.Lock()
@@ -151,7 +154,7 @@ class Controller:
                     raise _refusal(found)
                 self.journal.acknowledge()
                 self._apply(self.machine.start(time.monotonic(), spec, by))
-        return self._started()
+        return await self._started()
 
     async def stop(self, grace: float, by: str) -> State:
         """Stop and return when no process is left."""
@@ -168,7 +171,7 @@ class Controller:
         await self._until(
             lambda: self.machine.moves > moves and self.machine.phase not in ("stopping", "stopped")
         )
-        return self._started()
+        return await self._started()
 
     async def ask_worker(self, op: Op, args: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Pass a command on to the worker.
@@ -322,7 +325,10 @@ class Controller:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_SECONDS)
+            is_urgent = self.machine.phase in ("stopping", "backoff")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(URGENT_SECONDS if is_urgent else TICK_SECONDS):
+                    await self._changed.wait()
             self._apply(self.machine.tick(time.monotonic()))
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
@@ -332,7 +338,10 @@ class Controller:
     def _runs(self, spec: LaunchSpec) -> bool:
         return self.machine.phase in ALIVE and self.machine.spec == spec
 
-    def _started(self) -> State:
+    async def _started(self) -> State:
+        """The state, once the journal knows of the process; raises if there is none."""
+        if self._saved is not None:
+            await asyncio.wrap_future(self._saved)
         if self.machine.phase == "failed" and self.machine.reason is not None:
             raise _refusal(self.machine.reason)
         return self.hub.state
@@ -351,7 +360,7 @@ class Controller:
                         f"the journal cannot be written: {error.strerror}"
                     )
 
-        self._disk.submit(write)
+        self._saved = self._disk.submit(write)
 
     def _spawn_task(self, work: Any) -> None:
         task = self._loop.create_task(work)

@@ -20,7 +20,7 @@ class Limits(NamedTuple):
     silent: float = 10.0
     dead: float = 120.0
     slept: float = 30.0
-    kill_after: float = 0.8
+    kill_after: float = 0.7
     load_stop: float = 2.0
     farewell: float = 2.0
 

@@ -37,7 +37,7 @@ from veloxquant.supervisor.messages import (
     decode,
     encode,
 )
-from veloxquant.supervisor.viewers import BATCH_EVENTS, Outbox, TooFarBehindError
+from veloxquant.supervisor.viewers import Outbox, TooFarBehindError
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class ControlServer:
         if self.viewers >= MAX_VIEWERS:
             return web.Response(status=503, text="too many viewers\n")
         ws = web.WebSocketResponse(
-            heartbeat=PING_SECONDS, compress=False, max_msg_size=MAX_MESSAGE_BYTES, timeout=1.0
+            heartbeat=PING_SECONDS, compress=False, max_msg_size=2 * MAX_MESSAGE_BYTES, timeout=1.0
         )
         await ws.prepare(request)
         self._sockets.add(ws)
@@ -178,6 +178,9 @@ class Viewer:
         async for frame in self._ws:
             if frame.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
                 continue
+            if len(frame.data) > MAX_MESSAGE_BYTES:
+                await self._ws.close(code=4413, message=b"message too large")
+                return
             try:
                 messages = decode(frame.data)
                 for message in messages:
@@ -188,8 +191,6 @@ class Viewer:
                 log.info("viewer %s broke the protocol: %s", self._hello.name, error)
                 await self._ws.close(code=4400, message=b"not a message of this protocol")
                 return
-        if self._ws.close_code == WSCloseCode.MESSAGE_TOO_BIG:
-            log.info("viewer %s sent a message that is too large", self._hello.name)
 
     def _take(self, command: Command) -> None:
         if command.op == "subscribe":
@@ -234,22 +235,21 @@ class Viewer:
                 for data in frames_of(batch):
                     async with asyncio.timeout(SEND_SECONDS):
                         await self._ws.send_bytes(data)
-                if isinstance(batch[0], Event) and len(batch) < BATCH_EVENTS:
+                if self._outbox.is_empty and isinstance(batch[0], Event):
                     await asyncio.sleep(BATCH_SECONDS)
         except TimeoutError:
-            await self._cut(4408)
+            # Its pipe is full, so it cannot be told; it may come back and ask for what it missed.
+            log.info("viewer %s reads too slowly and is cut off", self._hello.name)
         except TooFarBehindError as behind:
-            await self._cut(behind.code)
+            log.info("viewer %s is too far behind: %d", self._hello.name, behind.code)
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                async with asyncio.timeout(0.5):
+                    await self._ws.close(code=behind.code, message=b"too far behind")
         except ConnectionError:
             log.debug("viewer %s left while being sent to", self._hello.name)
-
-    async def _cut(self, code: int) -> None:
-        log.info("viewer %s is cut off with %d", self._hello.name, code)
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(0.5):
-                await self._ws.close(code=code, message=b"too slow")
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        finally:
+            if self._request.transport is not None:
+                self._request.transport.abort()
 
 
 def frames_of(batch: list[Message]) -> list[bytes]:

@@ -1,5 +1,6 @@
 """Settings every test needs before anything else is imported."""
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +58,18 @@ def children_of_ours() -> set[str]:
     tasks = Path("/proc/self/task")
     if not tasks.is_dir():
         return set()
-    return {pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+    found: set[str] = set()
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            found.update((task / "children").read_text().split())
+    return found
 
 
-class Daemon:
-    """A real supervisor with the stub worker, in a state folder of its own."""
+class Supervised:
+    """What a supervisor with the stub worker and a state folder of its own needs."""
 
     def __init__(self, home: Path, model: Path) -> None:
         self.home, self.model = home, model
-        self.log = home / "log" / "server.log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
     def stub(self, **flags: Any) -> None:
         """What the stub worker does from its next start on; see `stub_worker.py`."""
@@ -86,6 +84,30 @@ class Daemon:
                 probe.bind(("127.0.0.1", 0))
                 port = probe.getsockname()[1]
         return {"model": str(self.model), "method": "kivi", "port": port} | fields
+
+    def processes(self) -> dict[int, str]:
+        """Processes of this state folder that live."""
+        return processes_of(self.home)
+
+    def gone_within(self, seconds: float) -> float | None:
+        """Seconds until no process of this folder lives, None when some still do."""
+        start = time.monotonic()
+        while self.processes():
+            if time.monotonic() - start > seconds:
+                return None
+            time.sleep(0.005)
+        return time.monotonic() - start
+
+
+class Daemon(Supervised):
+    """A supervisor as a process of its own."""
+
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def start(self, *args: str) -> str:
         """Start the supervisor in the foreground, as our child; what it tells us."""
@@ -120,18 +142,38 @@ class Daemon:
         assert self._process is not None
         return self._process.wait(seconds)
 
-    def processes(self) -> dict[int, str]:
-        """Processes of this state folder that live."""
-        return processes_of(self.home)
 
-    def gone_within(self, seconds: float) -> float | None:
-        """Seconds until no process of this folder lives, None when some still do."""
-        start = time.monotonic()
-        while self.processes():
-            if time.monotonic() - start > seconds:
-                return None
-            time.sleep(0.005)
-        return time.monotonic() - start
+class InProcess(Supervised):
+    """A supervisor inside the test's event loop: real workers and sockets, no start-up cost."""
+
+    _server: Any = None
+
+    async def open(self, *, base: float = 0.01, silent: float = 10.0, dead: float = 120.0) -> Any:
+        """Serve the control socket; the controller is returned."""
+        from veloxquant.supervisor.controller import Controller
+        from veloxquant.supervisor.effects import Limits
+        from veloxquant.supervisor.paths import find, prepare
+        from veloxquant.supervisor.policy import Policy
+        from veloxquant.supervisor.server import ControlServer
+
+        self.left = asyncio.Event()
+        self.controller = Controller(
+            prepare(find()),
+            module=str(STUB_WORKER),
+            policy=Policy(base=base),
+            limits=Limits(silent=silent, dead=dead),
+        )
+        self._server = ControlServer(self.controller, self.left.set, "test")
+        self.controller.open()
+        await self._server.open()
+        return self.controller
+
+    async def close(self) -> None:
+        """Stop the worker and the server."""
+        if self._server is not None:
+            await self.controller.close(0.0)
+            await self._server.close()
+            self._server = None
 
 
 @pytest.fixture
@@ -150,16 +192,30 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def daemon(home: Path, tmp_path: Path) -> Iterator[Daemon]:
-    """A supervisor that is not started yet; ended after the test."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model to the supervisor."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.fixture
+def daemon(home: Path, model: Path) -> Iterator[Daemon]:
+    """A supervisor process that is not started yet; ended after the test."""
     made = Daemon(home, model)
     yield made
     if made._process is not None:
         made.end()
+
+
+@pytest.fixture
+async def supervisor(home: Path, model: Path) -> AsyncIterator[InProcess]:
+    """A supervisor in this event loop that is not open yet; closed after the test."""
+    made = InProcess(home, model)
+    yield made
+    await made.close()
 
 
 @pytest.fixture(autouse=True)

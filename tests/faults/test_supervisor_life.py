@@ -1,29 +1,47 @@
 """Real supervisors with the stub worker: start, stop, crash, attach."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 
 import pytest
 
 from veloxquant.supervisor.client import CommandError, ControlClient, NotConnectedError
-from veloxquant.supervisor.messages import Event, Snapshot, State
+from veloxquant.supervisor.messages import Event, Snapshot, State, plain
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
 
-FAST = ("--backoff", "0.01")
+
+async def until_state(
+    client: ControlClient, is_so: Callable[[State], bool], seconds: float = 15.0
+) -> State:
+    """The first state from now on for which `is_so` holds."""
+    state = State("stopped")
+    async with asyncio.timeout(seconds), contextlib.aclosing(client.events()) as items:
+        async for item in items:
+            if isinstance(item, Snapshot):
+                state = item.state
+            elif isinstance(item, Event) and isinstance(item.body, State):
+                state = item.body
+            else:
+                continue
+            if is_so(state):
+                break
+    return state
 
 
-async def until(client: ControlClient, phase: str, seconds: float = 15.0) -> dict:
+async def until(client: ControlClient, phase: str) -> dict:
     """The state once it is in `phase`."""
-    async with asyncio.timeout(seconds):
-        while True:
-            state = (await client.command("status"))["state"]
-            if state["phase"] == phase:
-                return state
-            await asyncio.sleep(0.02)
+    state = (await client.command("status"))["state"]
+    return (
+        state
+        if state["phase"] == phase
+        else plain(await until_state(client, lambda state: state.phase == phase))
+    )
 
 
 def can_bind(port: int) -> bool:
@@ -37,56 +55,51 @@ def can_bind(port: int) -> bool:
         return True
 
 
-async def test_start_and_stop_leave_no_process_and_a_free_port(daemon):
-    daemon.stub(fork_child=True)
-    assert daemon.start() == "ok"
+async def test_start_and_stop_leave_no_process_and_a_free_port(supervisor):
+    supervisor.stub(fork_child=True)
+    await supervisor.open()
     async with ControlClient() as client:
-        spec = daemon.spec()
+        spec = supervisor.spec()
         answer = await client.command("start", {"spec": spec})
         assert answer["state"]["phase"] in ("starting", "loading", "ready")
         state = await until(client, "ready")
         assert not can_bind(spec["port"])
-        token_file = daemon.home / "state" / "token"
+        token_file = supervisor.home / "state" / "token"
         assert token_file.stat().st_mode & 0o777 == 0o600
         assert (await client.command("audit"))["token"] == token_file.read_text()
-        assert any("sleep" in command for command in daemon.processes().values())
+        assert any("sleep" in command for command in supervisor.processes().values())
         started = time.monotonic()
         await client.command("stop", {"grace": 2.0})
         assert time.monotonic() - started < 1.0
-        assert set(daemon.processes()) == {daemon.pid}
+        assert supervisor.processes() == {}
         assert can_bind(spec["port"])
         assert not token_file.exists()
-        assert state["pid"] not in daemon.processes()
+        assert state["pid"] not in supervisor.processes()
         await client.command("shutdown")
-    assert daemon.wait(5.0) == 0
-    assert not (daemon.home / "run" / "control.sock").exists()
+        await asyncio.wait_for(supervisor.left.wait(), 5.0)
 
 
-async def test_worker_that_ignores_sigterm_is_gone_within_grace_and_a_second(daemon):
-    daemon.stub(ignore_term=True, fork_child=True)
-    daemon.start()
+async def test_worker_that_ignores_sigterm_is_gone_within_grace_and_a_second(supervisor):
+    supervisor.stub(ignore_term=True, fork_child=True)
+    await supervisor.open()
     async with ControlClient() as client:
-        await client.command("start", {"spec": daemon.spec()})
+        await client.command("start", {"spec": supervisor.spec()})
         await until(client, "ready")
         started = time.monotonic()
         await client.command("stop", {"grace": 1.0})
         assert time.monotonic() - started <= 2.0
-        assert set(daemon.processes()) == {daemon.pid}
+        assert supervisor.processes() == {}
 
 
-async def test_stopped_process_can_be_stopped_and_is_shown_as_unresponsive(daemon):
-    daemon.start("--silent", "0.8", "--dead", "30")
+async def test_stopped_process_can_be_stopped_and_is_shown_as_unresponsive(supervisor):
+    await supervisor.open(silent=0.8, dead=30.0)
     async with ControlClient() as client:
-        await client.command("start", {"spec": daemon.spec()})
+        await client.command("start", {"spec": supervisor.spec()})
         pid = (await until(client, "ready"))["pid"]
         os.kill(pid, signal.SIGSTOP)
-        async with asyncio.timeout(5):
-            while not (await client.command("status"))["state"]["unresponsive"]:
-                await asyncio.sleep(0.05)
+        await until_state(client, lambda state: state.unresponsive, 5.0)
         os.kill(pid, signal.SIGCONT)
-        async with asyncio.timeout(2):
-            while (await client.command("status"))["state"]["unresponsive"]:
-                await asyncio.sleep(0.05)
+        await until_state(client, lambda state: not state.unresponsive, 2.0)
         lines = (await client.command("logs", {"last": 100}))["lines"]
         assert any("most recent call first" in line["text"] for line in lines)
         os.kill(pid, signal.SIGSTOP)
@@ -95,84 +108,73 @@ async def test_stopped_process_can_be_stopped_and_is_shown_as_unresponsive(daemo
         assert time.monotonic() - started <= 1.5
 
 
-async def test_silent_worker_is_killed_in_the_end_and_started_again(daemon):
-    daemon.stub(silent=True)
-    daemon.start("--silent", "0.3", "--dead", "0.8", *FAST)
+async def test_silent_worker_is_killed_in_the_end_and_started_again(supervisor):
+    supervisor.stub(silent=True)
+    await supervisor.open(silent=0.3, dead=0.8)
     async with ControlClient() as client:
-        await client.command("start", {"spec": daemon.spec()})
-        async with asyncio.timeout(10):
-            while (await client.command("status"))["state"]["restarts"] < 1:
-                await asyncio.sleep(0.05)
+        await client.command("start", {"spec": supervisor.spec()})
+        await until_state(client, lambda state: state.restarts == 1)
         history = (await client.command("status"))["history"]
         assert history[0]["reason"]["code"] == "unresponsive"
 
 
-async def test_crash_is_told_at_once_and_the_same_spec_comes_back(daemon):
-    daemon.start(*FAST)
+async def test_crash_is_told_at_once_and_the_same_spec_comes_back(supervisor):
+    await supervisor.open()
     async with ControlClient() as client:
-        spec = daemon.spec(options={"seed": 3})
+        spec = supervisor.spec(options={"seed": 3})
         await client.command("start", {"spec": spec})
-        pid = (await until(client, "ready"))["pid"]
+        pid = plain(await until_state(client, lambda state: state.phase == "ready"))["pid"]
         killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        phases = []
-        async with asyncio.timeout(10):
-            async for item in client.events():
-                if isinstance(item, Event) and isinstance(item.body, State):
-                    phases.append(item.body.phase)
-                    if item.body.phase == "crashed":
-                        assert time.monotonic() - killed < 0.5
-                        assert item.body.reason.code == "killed"
-                    if item.body.phase == "ready":
-                        break
-                elif isinstance(item, Snapshot) and item.state.phase != "ready":
-                    phases.append(item.state.phase)  # it was faster than our subscription
-        assert phases[-1] == "ready"
+        crashed = await until_state(client, lambda state: state.phase == "crashed")
+        assert time.monotonic() - killed < 0.5
+        assert crashed.reason.code == "killed"
+        await until(client, "ready")
         state = (await client.command("status"))["state"]
         assert state["pid"] != pid
         assert state["spec"]["options"] == {"seed": 3}
         assert state["restarts"] == 1
 
 
-async def test_crash_loop_gives_up_after_five_restarts_and_stays_so(daemon):
-    daemon.stub(crash_at_start=True)
-    daemon.start(*FAST)
+async def test_crash_loop_gives_up_after_five_restarts_and_stays_so(supervisor):
+    supervisor.stub(crash_at_start=True)
+    await supervisor.open()
     async with ControlClient() as client:
-        await client.command("start", {"spec": daemon.spec()})
+        await client.command("start", {"spec": supervisor.spec()})
         state = await until(client, "failed")
         assert state["reason"]["code"] == "crash_loop"
         assert state["restarts"] == 5
         assert "last words" in state["last_lines"]
         assert len((await client.command("status"))["history"]) == 6
-        assert set(daemon.processes()) == {daemon.pid}
-    daemon.kill()
-    daemon.start(*FAST)
+        assert supervisor.processes() == {}
+    await supervisor.close()
+    await supervisor.open()
     async with ControlClient() as client:
         status = await client.command("status")
         assert status["state"]["phase"] == "failed"
         assert status["state"]["reason"]["code"] == "crash_loop"
         assert "last words" in status["state"]["last_lines"]
         assert status["barred"]
-        daemon.stub()
-        await client.command("start", {"spec": daemon.spec()})
+        supervisor.stub()
+        await client.command("start", {"spec": supervisor.spec()})
         await until(client, "ready")
 
 
 @pytest.mark.parametrize("code", ["bad_model", "does_not_fit", "unsupported"])
-async def test_failure_that_cannot_heal_is_shown_and_nothing_runs(daemon, code):
-    daemon.stub(fatal=code)
-    daemon.start(*FAST)
+async def test_failure_that_cannot_heal_is_shown_and_nothing_runs(supervisor, code):
+    supervisor.stub(fatal=code)
+    await supervisor.open()
     async with ControlClient() as client:
-        await client.command("start", {"spec": daemon.spec()})
+        await client.command("start", {"spec": supervisor.spec()})
         state = await until(client, "failed")
         assert state["reason"]["code"] == code
         assert state["reason"]["detail"] == "as asked by the test"
         assert state["restarts"] == 0
-        assert set(daemon.processes()) == {daemon.pid}
+        assert supervisor.processes() == {}
 
 
-async def test_taken_port_and_missing_model_are_told_within_two_seconds(daemon):
-    daemon.start()
+async def test_taken_port_and_missing_model_are_told_within_two_seconds(supervisor):
+    await supervisor.open()
     async with ControlClient() as client:
         with socket.socket() as owner:
             owner.bind(("127.0.0.1", 0))
@@ -180,28 +182,28 @@ async def test_taken_port_and_missing_model_are_told_within_two_seconds(daemon):
             port = owner.getsockname()[1]
             started = time.monotonic()
             with pytest.raises(CommandError) as taken:
-                await client.command("start", {"spec": daemon.spec(port)})
+                await client.command("start", {"spec": supervisor.spec(port)})
             assert time.monotonic() - started < 2.0
             assert taken.value.code == "port_taken"
             assert f"pid {os.getpid()}" in taken.value.message
             assert "next free one is" in taken.value.hint
             assert (await client.command("status"))["state"]["phase"] == "failed"
-        for model in ("/no/such/folder", "nobody/nothing", str(daemon.home)):
+        for model in ("/no/such/folder", "nobody/nothing", str(supervisor.home)):
             started = time.monotonic()
             with pytest.raises(CommandError) as missing:
-                await client.command("start", {"spec": daemon.spec() | {"model": model}})
+                await client.command("start", {"spec": supervisor.spec() | {"model": model}})
             assert time.monotonic() - started < 2.0
             assert missing.value.code == "model_missing"
-        assert set(daemon.processes()) == {daemon.pid}
-        await client.command("start", {"spec": daemon.spec(port)})
+        assert supervisor.processes() == {}
+        await client.command("start", {"spec": supervisor.spec(port)})
         await until(client, "ready")
 
 
-async def test_start_is_idempotent_and_stop_during_start_wins(daemon):
-    daemon.stub(slow_load=20)
-    daemon.start()
+async def test_start_is_idempotent_and_stop_during_start_wins(supervisor):
+    supervisor.stub(slow_load=20)
+    await supervisor.open()
     async with ControlClient() as client:
-        spec = daemon.spec()
+        spec = supervisor.spec()
         first, second = await asyncio.gather(
             client.command("start", {"spec": spec}), client.command("start", {"spec": spec})
         )
@@ -214,15 +216,15 @@ async def test_start_is_idempotent_and_stop_during_start_wins(daemon):
         answers = await asyncio.gather(*(client.command("stop") for _ in range(3)))
         assert time.monotonic() - started < 3.0
         assert {a["state"]["phase"] for a in answers} == {"stopped"}
-        assert set(daemon.processes()) == {daemon.pid}
+        assert supervisor.processes() == {}
 
 
-async def test_restart_runs_a_new_process_with_the_same_spec(daemon):
-    daemon.start()
+async def test_restart_runs_a_new_process_with_the_same_spec(supervisor):
+    await supervisor.open()
     async with ControlClient() as client:
         with pytest.raises(CommandError, match="no server was started"):
             await client.command("restart")
-        spec = daemon.spec()
+        spec = supervisor.spec()
         await client.command("start", {"spec": spec})
         before = await until(client, "ready")
         await client.command("restart")
@@ -231,21 +233,21 @@ async def test_restart_runs_a_new_process_with_the_same_spec(daemon):
         assert after["port"] == spec["port"]
 
 
-async def test_lying_frames_end_the_worker_not_the_supervisor(daemon):
-    daemon.stub(lie_in_frames=True)
-    daemon.start(*FAST)
+async def test_lying_frames_end_the_worker_not_the_supervisor(supervisor):
+    supervisor.stub(lie_in_frames=True)
+    await supervisor.open()
     async with ControlClient() as client:
-        await client.command("start", {"spec": daemon.spec()})
+        await client.command("start", {"spec": supervisor.spec()})
         state = await until(client, "failed")
         assert "broke the protocol" in state["reason"]["detail"]
-        assert set(daemon.processes()) == {daemon.pid}
+        assert supervisor.processes() == {}
 
 
-async def test_busy_while_requests_run(daemon):
-    daemon.stub(running=2)
-    daemon.start()
+async def test_busy_while_requests_run(supervisor):
+    supervisor.stub(running=2)
+    await supervisor.open()
     async with ControlClient() as client:
-        await client.command("start", {"spec": daemon.spec()})
+        await client.command("start", {"spec": supervisor.spec()})
         await until(client, "busy")
         with pytest.raises(CommandError) as refused:
             await client.command("cancel", {"request": "none"})

@@ -62,8 +62,8 @@ def test_stop_of_an_idle_server_drains_then_terminates_then_kills():
     assert Drain(10.0) in machine.stop(1.0, 10.0)
     assert machine.tick(5.0) == []
     assert machine.drained(6.0) == [Signal("term")]
-    assert machine.tick(11.7) == []
-    assert machine.tick(11.8) == [Signal("kill")]
+    assert machine.tick(11.6) == []
+    assert machine.tick(11.7) == [Signal("kill")]
     assert machine.tick(11.9) == []
     effects = machine.exited(12.0, -9)
     assert phases(effects) == ["stopped"]
@@ -75,14 +75,14 @@ def test_stop_without_drain_answer_terminates_at_the_end_of_the_grace():
     machine.stop(0.0, 3.0)
     assert machine.tick(2.9) == []
     assert machine.tick(3.0) == [Signal("term")]
-    assert machine.tick(3.8) == [Signal("kill")]
+    assert machine.tick(3.7) == [Signal("kill")]
 
 
 def test_second_stop_with_less_grace_shortens_the_first():
     machine = ready_machine()
     machine.stop(0.0, 60.0)
     assert machine.stop(1.0, 0.0) == [Signal("term")]
-    assert machine.tick(1.8) == [Signal("kill")]
+    assert machine.tick(1.7) == [Signal("kill")]
 
 
 def test_stop_while_loading_wins_and_does_not_wait_for_the_grace():
