@@ -74,12 +74,12 @@ def positive(text: str) -> int:
 
 
 def port(text: str) -> int:
-    """A port number; 0 lets the system choose.
+    """A port number.
 
     Raises:
         ValueError: for anything else.
     """
-    if not 0 <= (number := int(text)) < 65536:
+    if not 1 <= (number := int(text)) < 65536:
         raise ValueError(text)
     return number
 
@@ -134,7 +134,8 @@ COMMANDS: tuple[Command, ...] = (
     Command("models", "models on this machine", subcommands=(
         Command("ls", "list them, with what runs and why others do not", "models:ls", (
             flag("--quiet", "-q", action="store_true", help="names only"),
-            flag("--sort", choices=("name", "size", "used"), default="name", help="order of rows"),
+            flag("--sort", choices=("name", "size", "used", "fit"), default="name",
+                 help="order of the rows"),
             flag("--paths", action="store_true", help="show the folders too"),
         )),
         Command("show", "everything known about one", "models:show", (_MODEL,)),

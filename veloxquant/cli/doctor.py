@@ -5,8 +5,7 @@ from dataclasses import asdict
 
 from veloxquant.cli import exit_codes
 from veloxquant.cli.control import peek
-from veloxquant.cli.fit import room_now
-from veloxquant.cli.models import scan
+from veloxquant.cli.models import room_now, scan
 from veloxquant.cli.output import clean, envelope, result, styled
 from veloxquant.config.settings import load_settings
 from veloxquant.planning.doctor import Check, check_all, check_terminal

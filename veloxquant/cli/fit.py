@@ -4,12 +4,12 @@ import argparse
 from dataclasses import asdict
 
 from veloxquant.cli import exit_codes
-from veloxquant.cli.models import pick
+from veloxquant.cli.models import pick, room_now
 from veloxquant.cli.output import CliError, envelope, gib, result, table, talk
 from veloxquant.planning.fit import FitRow, best_start, fit_table
 from veloxquant.planning.model_shape import ModelShape, ShapeError, read_shape
 from veloxquant.planning.models import LocalModel
-from veloxquant.planning.room import Room, assumed_room, measure_room
+from veloxquant.planning.room import Room
 
 
 def shape_of(model: LocalModel) -> ModelShape:
@@ -29,15 +29,6 @@ def shape_of(model: LocalModel) -> ModelShape:
         raise CliError(
             f"The sizes of {model.name} are unknown: {error}.", "", exit_codes.UNSUPPORTED
         ) from error
-
-
-def room_now(ram: int | None = None) -> Room:
-    """Room for a model: as given, else measured with the settings' reserve."""
-    if ram is not None:
-        return assumed_room(ram)
-    from veloxquant.config.settings import load_settings
-
-    return measure_room(keep_free=load_settings().value("memory.keep_free"))
 
 
 def run(args: argparse.Namespace) -> int:

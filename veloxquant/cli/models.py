@@ -8,6 +8,8 @@ from typing import Any
 
 from veloxquant.cli import exit_codes
 from veloxquant.cli.output import CliError, count, envelope, gib, result, styled, table, talk
+from veloxquant.planning.fit import fit_table, longest
+from veloxquant.planning.model_shape import ShapeError, read_shape
 from veloxquant.planning.models import (
     LocalModel,
     ModelNotFoundError,
@@ -17,6 +19,7 @@ from veloxquant.planning.models import (
     printable,
     scan_models,
 )
+from veloxquant.planning.room import Room, assumed_room, measure_room
 
 
 def scan() -> Scan:
@@ -43,6 +46,27 @@ def pick(name: str) -> LocalModel:
         ) from error
 
 
+def room_now(ram: int | None = None) -> Room:
+    """Room for a model: as given, else measured with the settings' reserve."""
+    if ram is not None:
+        return assumed_room(ram)
+    from veloxquant.config.settings import load_settings
+
+    return measure_room(keep_free=load_settings().value("memory.keep_free"))
+
+
+def reach(model: LocalModel, room: Room) -> tuple[int | None, str]:
+    """Longest context that fits, with the method; None when unknown, 0 when nothing fits."""
+    if not model.runnable:
+        return None, ""
+    try:
+        shape = read_shape(model.path)
+    except ShapeError:
+        return None, ""
+    row = longest(fit_table(shape, shape.native_context, 1, room.nbytes))
+    return (row.max_context, row.method) if row else (0, "")
+
+
 def as_data(model: LocalModel, *, paths: bool) -> dict[str, Any]:
     """A model for JSON; its folder only when asked for."""
     data = asdict(model)
@@ -61,10 +85,24 @@ def age(seconds: float) -> str:
 def ls(args: argparse.Namespace) -> int:
     """List the models on this machine."""
     found = scan()
-    models = sorted(found.models, key=_ORDER[args.sort])
+    room = room_now()
+    wanted = not args.quiet or args.sort == "fit"
+    fits = {model.path: reach(model, room) for model in found.models if wanted}
+    order = _ORDER.get(args.sort) or (lambda model: -(fits[model.path][0] or 0))
+    models = sorted(sorted(found.models, key=_ORDER["name"]), key=order)
     if args.json:
         data = {
-            "models": [as_data(model, paths=args.paths) for model in models],
+            "models": [
+                as_data(model, paths=args.paths)
+                | dict(
+                    zip(
+                        ("fits_tokens", "fits_method"),
+                        fits.get(model.path, (None, "")),
+                        strict=True,
+                    )
+                )
+                for model in models
+            ],
             "looked_in": [root.origin for root in found.looked_in],
         }
         result(envelope(data, found.warnings))
@@ -81,13 +119,14 @@ def ls(args: argparse.Namespace) -> int:
         talk("`vq models demo` fetches a small one to try everything with.")
         return exit_codes.OK
     now = time.time()
-    head = ["NAME", "PARAMS", "QUANT", "DISK", "CHANGED", "RUNS"]
+    head = ["NAME", "PARAMS", "QUANT", "DISK", "FITS UP TO", "CHANGED", "RUNS"]
     rows = [
         [
             model.name,
             count(model.params),
             model.quant,
             gib(model.disk_bytes),
+            _reach_text(*fits[model.path]),
             age(now - model.modified),
             "yes" if model.runnable else f"no: {model.why}",
         ]
@@ -98,6 +137,12 @@ def ls(args: argparse.Namespace) -> int:
         rows = [[*row, printable(str(model.path))] for row, model in zip(rows, models, strict=True)]
     result(table(head, rows, right=(1, 3)))
     return exit_codes.OK
+
+
+def _reach_text(tokens: int | None, method: str) -> str:
+    if tokens is None:
+        return "-"
+    return f"{tokens:,} {method}" if tokens else "too big here"
 
 
 _ORDER: dict[str, Any] = {
@@ -114,8 +159,6 @@ _ORIGINS = {
 
 def show(args: argparse.Namespace) -> int:
     """Everything known about one model."""
-    from veloxquant.planning.model_shape import ShapeError, read_shape
-
     model = pick(args.model)
     facts: dict[str, Any] = {}
     warnings: list[str] = []

@@ -7,8 +7,8 @@ from typing import Any
 from veloxquant.cache.table import row_of
 from veloxquant.cli import exit_codes
 from veloxquant.cli.control import call, is_running
-from veloxquant.cli.fit import room_now, shape_of
-from veloxquant.cli.models import pick
+from veloxquant.cli.fit import shape_of
+from veloxquant.cli.models import pick, room_now
 from veloxquant.cli.output import CliError, envelope, gib, result, talk, usage_error
 from veloxquant.cli.overrides import parse_overrides
 from veloxquant.cli.starting import summary, wait_until_ready

@@ -48,7 +48,7 @@ SETTINGS: dict[str, Setting] = {
     s.key: s
     for s in (
         Setting("server.host", str, "127.0.0.1", "address to listen on"),
-        Setting("server.port", int, 8000, "port to listen on", low=0, high=65535),
+        Setting("server.port", int, 8000, "port to listen on", low=1, high=65535),
         Setting("server.api_key", bool, False, "demand an API key"),
         Setting("server.method", str, "turboquant_rvq", "method that is used when none is named"),
         Setting("server.context", int, 8192, "context length in tokens", low=16),

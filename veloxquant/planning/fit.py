@@ -234,6 +234,20 @@ def _rank(row: FitRow) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def longest(table: Sequence[FitRow], preferred: str = BASELINE) -> FitRow | None:
+    """The row to name in a list of models: the longest context with every token kept.
+
+    Of equally long ones the uncompressed one, else the preferred one; None when nothing fits.
+    """
+    whole = [row for row in table if row.max_context and row.kind != "eviction"]
+    most = max((row.max_context or 0 for row in whole), default=0)
+    reach = {row.method: row for row in whole if row.max_context == most}
+    for name in (BASELINE, preferred):
+        if name in reach:
+            return reach[name]
+    return next(iter(reach.values()), None)
+
+
 def best_start(table: Sequence[FitRow]) -> FitRow | None:
     """The method to propose, or None when nothing fits.
 

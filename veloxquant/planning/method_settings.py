@@ -162,6 +162,11 @@ def config_of(method: str, options: dict[str, Any], head_dim: int = 128) -> KVCa
         QuantizerConfigError: for an unknown method or a value out of range.
     """
     fields = fields_of(method)
+    # a tuple that went over the wire comes back as a list
+    options = {
+        name: tuple(value) if isinstance(value, list) and _is_tuple(fields, name) else value
+        for name, value in options.items()
+    }
     if foreign := [name for name in options if name not in fields]:
         legal = ", ".join(fields) or "none"
         raise SettingsError(f"method {method!r} has no setting {foreign[0]!r}; it has: {legal}")
@@ -175,6 +180,10 @@ def config_of(method: str, options: dict[str, Any], head_dim: int = 128) -> KVCa
     config = base.with_fields(**{n: value for n, value in options.items() if n not in own})
     row.check(config)
     return config
+
+
+def _is_tuple(fields: dict[str, MethodField], name: str) -> bool:
+    return name in fields and isinstance(fields[name].default, tuple)
 
 
 def refusal(method: str, options: dict[str, Any]) -> str:

@@ -15,12 +15,11 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty home; the Hugging Face cache is empty too."""
-    monkeypatch.setenv("VELOXQUANT_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.delenv("VELOXQUANT_SERVER_PORT", raising=False)
-    return tmp_path / "home"
+    return home
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from veloxquant.cli import exit_codes
+from veloxquant.cli import exit_codes, models
 from veloxquant.integration import demo_model
+from veloxquant.planning.room import assumed_room
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -26,6 +28,7 @@ def test_list(run: Run, demo: Path) -> None:
     assert str(demo) in run("models", "ls", "--paths")[1]
     data = json.loads(run("models", "ls", "--json")[1])["data"]
     assert data["models"][0]["runnable"] is True
+    assert data["models"][0]["fits_method"] in ("fp16", "turboquant_rvq")
     assert "path" not in data["models"][0]
 
 
@@ -77,6 +80,26 @@ def test_fit(run: Run, demo: Path) -> None:
     rows = {row["method"]: row for row in data["methods"]}
     assert rows["kivi"]["max_context"] > rows["fp16"]["max_context"]
     assert data["context"] == 8192
+
+
+def test_list_by_fit_puts_what_fits_longest_first(
+    run: Run, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "room_now", lambda: assumed_room(2 << 30))
+    short = demo.with_name("A-short")
+    shutil.copytree(demo, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    shutil.copytree(demo, demo.with_name("A-bad"))
+    (demo.with_name("A-bad") / "model.safetensors").unlink()
+    assert run("models", "ls", "-q")[1].split() == ["A-bad", "A-short", "Tiny-1B"]
+    lines = run("models", "ls", "--sort", "fit")[1].splitlines()[1:]
+    assert [line.split()[0] for line in lines] == ["Tiny-1B", "A-short", "A-bad"]
+    assert "512 fp16" in lines[1]
+    assert run("models", "ls", "--sort", "fit", "-q")[1].split()[0] == "Tiny-1B"
+    assert json.loads(run("models", "ls", "-q", "--json")[1])["data"]["models"]
+    monkeypatch.setattr(models, "room_now", lambda: assumed_room(1 << 20))
+    assert "too big here" in run("models", "ls")[1]
 
 
 def test_fit_that_cannot_is_code_4(run: Run, demo: Path) -> None:

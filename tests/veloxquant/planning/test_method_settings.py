@@ -73,6 +73,11 @@ def test_config_takes_options_and_common_fields() -> None:
     assert (config.kivi_group_size, config.residual_length) == (64, 64)
 
 
+def test_a_tuple_that_became_a_list_on_the_wire_is_a_tuple_again() -> None:
+    config = config_of("svdq", {"svdq_bit_schedule": [4, 2]})
+    assert config.svdq_bit_schedule == (4, 2)
+
+
 def test_config_refuses_foreign_fields_and_impossible_values() -> None:
     with pytest.raises(SettingsError, match="no setting 'snap_budget'"):
         config_of("kivi", {"snap_budget": 3})
