@@ -87,7 +87,8 @@ def ls(args: argparse.Namespace) -> int:
     found = scan()
     room = room_now()
     wanted = not args.quiet or args.sort == "fit"
-    fits = {model.path: reach(model, room) for model in found.models if wanted}
+    nothing: tuple[int | None, str] = (None, "")
+    fits = {model.path: reach(model, room) if wanted else nothing for model in found.models}
     order = _ORDER.get(args.sort) or (lambda model: -(fits[model.path][0] or 0))
     models = sorted(sorted(found.models, key=_ORDER["name"]), key=order)
     if args.json:
