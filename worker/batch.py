@@ -80,7 +80,8 @@ class Batch:
                 prefill_step_size=prefill_step,
             )
         # it would copy the caches of every finished row; nobody reads the copies
-        self._generator._generation_batch.extract_cache = lambda _: []
+        decoding: Any = self._generator._generation_batch
+        decoding.extract_cache = lambda _: []
 
     def insert(self, job: Job, caches: list[Any], vocab: int) -> int:
         """Add a row; returns its id."""

@@ -16,18 +16,18 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.generate import make_text_state_machine
 
-from veloxquant.supervisor.messages import LayerRow, Message
+from veloxquant.supervisor.messages import Message
 from veloxquant.worker.admission import RETRY_SECONDS, Admission, QueueFullError
 from veloxquant.worker.audit import audit
-from veloxquant.worker.batch import Batch, Step, Token
-from veloxquant.worker.caches import layer_bytes
+from veloxquant.worker.batch import Batch, Token
 from veloxquant.worker.faults import WorkerFault
+from veloxquant.worker.gauges import look
 from veloxquant.worker.jobs import Delta, Failure, Finish, Job, TokenLogprob
 from veloxquant.worker.ledger import Ledger
 from veloxquant.worker.meter import Meter, Reading
 from veloxquant.worker.sampling import top_of
 from veloxquant.worker.startup import Serving
-from veloxquant.worker.telemetry import Gauges, Rate, Telemetry
+from veloxquant.worker.telemetry import Telemetry
 from veloxquant.worker.text import Answer
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ class Engine(threading.Thread):
         self._on_ready = on_ready
         self._on_fault = on_fault
         self._ledger = Ledger(telemetry.totals, send)
+        telemetry.waiting = lambda: admission.waiting
         self._wake = threading.Condition()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._cancels: deque[tuple[str, Failure | None]] = deque()
@@ -84,7 +85,6 @@ class Engine(threading.Thread):
         self._is_tight = False
         self._rows: dict[int, Job] = {}
         self._sampled = 0.0
-        self._decode_rate, self._prefill_rate = Rate(), Rate()
         self.refusal = Failure(503, "loading", "The model is still loading; try again shortly.")
 
     # ---- for other threads ------------------------------------------------------------------
@@ -269,7 +269,7 @@ class Engine(threading.Thread):
             self._batch = self._new_batch()
             return
         self._telemetry.step += 1
-        self._note_work(step)
+        self._telemetry.note_work(step.prefill, step.decode)
         for fed in step.fed:
             if job := self._rows.get(fed.uid):
                 job.fed = fed.tokens
@@ -278,16 +278,6 @@ class Engine(threading.Thread):
         for token in step.tokens:
             if job := self._rows.get(token.uid):
                 self._take(job, token)
-
-    def _note_work(self, step: Step) -> None:
-        totals = self._telemetry.totals
-        for (tokens, seconds), rate in (
-            (step.prefill, self._prefill_rate),
-            (step.decode, self._decode_rate),
-        ):
-            if tokens:
-                rate.add(tokens, seconds)
-        totals.prompt_tokens += step.prefill[0]
 
     def _take(self, job: Job, token: Token) -> None:
         now = time.monotonic()
@@ -339,29 +329,8 @@ class Engine(threading.Thread):
         self._sampled = now
         self._batch.synchronize()
         reading = self._guard(self._meter.read())
-        serving, jobs = self._serving, list(self._rows.values())
-        lists = self._batch.cache_lists()
-        held = layer_bytes(lists, serving.plan.n_layers)
-        plain = [sum(cost.at(job.held_tokens) for job in jobs) for cost in serving.costs]
-        resident = reading.active - serving.baseline - self._batch.transient_bytes()
-        tokens = sum(job.held_tokens for job in jobs)
-        kinds, formats = serving.plan.kinds, serving.plan.formats
-        self._telemetry.gauges = Gauges(
-            weights=serving.weights,
-            kv_claimed=sum(held),
-            kv_resident=max(0, resident),
-            kv_fp16=sum(plain),
-            tokens=tokens,
-            running=len(jobs),
-            waiting=self._admission.waiting,
-            decode_tps=self._decode_rate.value(),
-            prefill_tps=self._prefill_rate.value(),
-            pool=self._admission.cells(),
-            layers=tuple(
-                LayerRow(i, kinds[i], formats[i], plain[i], held[i], tokens)
-                for i in range(len(held))
-            ),
-            reading=reading,
+        self._telemetry.gauges = look(
+            self._serving, self._batch, self._admission, list(self._rows.values()), reading
         )
 
     def _guard(self, reading: Reading) -> Reading:

@@ -77,7 +77,7 @@ def _looks_like_hub_id(model: str) -> bool:
 
 def _find(model: str) -> Path:
     given = Path(model).expanduser()
-    if given.is_absolute() or model.startswith(("~", ".")):
+    if given.is_absolute():  # a relative path would mean another folder here than for the user
         if not given.is_dir():
             raise WorkerFault("model_missing", f"There is no folder {model}.")
         return given.resolve()

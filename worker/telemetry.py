@@ -23,18 +23,25 @@ class Rate:
     def __init__(self, window: float = _WINDOW_SECONDS) -> None:
         self._window = window
         self._points: deque[tuple[float, int, float]] = deque()
+        self._lock = threading.Lock()
 
     def add(self, tokens: int, seconds: float) -> None:
         """Note that `tokens` took `seconds`."""
-        self._points.append((time.monotonic(), tokens, seconds))
+        with self._lock:
+            self._points.append((time.monotonic(), tokens, seconds))
+            self._forget()
 
     def value(self) -> float:
         """The rate now."""
+        with self._lock:
+            self._forget()
+            spent = sum(seconds for _, _, seconds in self._points)
+            return sum(tokens for _, tokens, _ in self._points) / spent if spent > 0 else 0.0
+
+    def _forget(self) -> None:
         old = time.monotonic() - self._window
         while self._points and self._points[0][0] < old:
             self._points.popleft()
-        spent = sum(seconds for _, _, seconds in self._points)
-        return sum(tokens for _, tokens, _ in self._points) / spent if spent > 0 else 0.0
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -72,9 +79,6 @@ class Gauges:
     kv_fp16: int = 0
     tokens: int = 0
     running: int = 0
-    waiting: int = 0
-    decode_tps: float = 0.0
-    prefill_tps: float = 0.0
     pool: PoolCells | None = None
     layers: tuple[LayerRow, ...] = ()
     reading: Reading = NO_READING
@@ -91,6 +95,8 @@ class Telemetry:
         self._meter = meter
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._prefill, self._decode = Rate(), Rate()
+        self.waiting: Callable[[], int] = lambda: 0
         self.totals = Totals()
         self.gauges = Gauges()
         self.step = 0
@@ -108,6 +114,13 @@ class Telemetry:
             )
             thread.start()
             self._threads.append(thread)
+
+    def note_work(self, prefill: tuple[int, float], decode: tuple[int, float]) -> None:
+        """Note (tokens, seconds) of one engine step."""
+        for (tokens, seconds), rate in ((prefill, self._prefill), (decode, self._decode)):
+            if tokens:
+                rate.add(tokens, seconds)
+        self.totals.prompt_tokens += prefill[0]
 
     def stop(self) -> None:
         """Stop sending."""
@@ -143,12 +156,12 @@ class Telemetry:
             limit=self._meter.limit,
             tokens=g.tokens,
             pool=g.pool,
-            decode_tps=g.decode_tps,
-            prefill_tps=g.prefill_tps,
+            decode_tps=self._decode.value(),
+            prefill_tps=self._prefill.value(),
             ttft_p50=percentile(waits, 0.5),
             ttft_p95=percentile(waits, 0.95),
             running=g.running,
-            waiting=g.waiting,
+            waiting=self.waiting(),
             done=totals.done,
             failed=totals.failed,
             cancelled=totals.cancelled,
