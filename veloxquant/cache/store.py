@@ -186,7 +186,8 @@ class Store:
     def adopt(self, saved: list) -> None:
         """Take over what `live` or `compact` gave."""
         start, stop, capacity, arrays = saved
-        self._arrays = dict(arrays or {})
+        # New handles: writing in place here must not show through in the saved arrays.
+        self._arrays = {name: a[...] for name, a in (arrays or {}).items()}
         self._start, self._stop, self.capacity = int(start), int(stop), int(capacity)
 
     def compact(self) -> list:
