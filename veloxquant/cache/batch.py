@@ -133,8 +133,9 @@ class RowBatch:
         """None or "causal" for views; for arrays the mask that hides the padding, (B, 1, N, T)."""
         if self._returns_views() and not return_array and window_size is None:
             return None if N == 1 else "causal"
-        for row in self.rows:
-            row.commit()  # sizes must be those that the coming update starts from
+        real = [N] * len(self.rows) if self._remaining is None else self._remaining
+        for row, n in zip(self.rows, real, strict=True):
+            row.make_ready(min(n, N))  # sizes must be those that the coming update starts from
         width = N + max(row.size() for row in self.rows)
         columns = mx.arange(width)
         queries = mx.arange(width - N, width)[:, None]

@@ -86,7 +86,7 @@ class LayerCache(ABC):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add (B, H, L, D) and return everything to attend to, as views or as arrays."""
-        self.commit()
+        self.make_ready(keys.shape[2])
         if self._shape is None:
             batch, heads, _, k_dim = keys.shape
             self._shape = (batch, heads, k_dim, values.shape[-1])
@@ -203,6 +203,11 @@ class LayerCache(ABC):
             self._unevaluated = list(self.arrays())
         self.settle()
 
+    def make_ready(self, n: int) -> None:
+        """Commit, and give up what `n` new tokens displace before they are attended."""
+        del n
+        self.commit()
+
     def stores(self) -> tuple[Store, ...]:
         """All non-empty stores of keys and values."""
         keys, values = self.streams()
@@ -264,7 +269,9 @@ class LayerCache(ABC):
         self.commit()
         n = self.drop(max(0, min(n, self.offset)))
         self.offset -= n
-        self._unevaluated = list(self.arrays())
+        if n:
+            # A lazy cut would keep the long buffers alive until the next attention.
+            mx.eval(list(self.arrays()))
         return n
 
     def layout(self) -> list[Store]:

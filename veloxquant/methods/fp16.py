@@ -49,6 +49,9 @@ class Fp16KVCache(PoolBackedKVCache):
     def commit(self) -> None:
         """Rows are written when they arrive."""
 
+    def make_ready(self, n: int) -> None:
+        """New tokens displace nothing."""
+
     @property
     def rows(self) -> int:
         """Tokens held."""

@@ -11,8 +11,6 @@ sees everything held and itself, then the window closes.
 from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
-
 from veloxquant.cache.attend import Fresh, Run
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.exact import ExactRows
@@ -42,7 +40,10 @@ class StreamingLLMKVCache(ExactRows):
 
     def settle(self) -> None:
         """Drop the oldest window rows beyond the capacity."""
-        surplus = self.rows - self.n_sink - self.window
+        self._shrink(self.n_sink + self.window)
+
+    def _shrink(self, capacity: int) -> None:
+        surplus = self.rows - capacity
         if surplus <= 0:
             return
         if self.n_sink and not self.sink_keys.length:
@@ -57,19 +58,11 @@ class StreamingLLMKVCache(ExactRows):
         self.evicted += surplus
         self._unevaluated = list(self.arrays())
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Add (B, H, L, D); in decode the oldest row goes first, so the budget always holds."""
-        if keys.shape[2] == 1 and self.rows >= self.n_sink + self.window:
-            self.commit()
-            self._make_room()
-        return super().update_and_fetch(keys, values)
-
-    def _make_room(self) -> None:
-        self.window -= 1
-        try:
-            self.settle()
-        finally:
-            self.window += 1
+    def make_ready(self, n: int) -> None:
+        """In decode the oldest row goes before the new one comes, so the budget always holds."""
+        super().make_ready(n)
+        if n == 1:
+            self._shrink(self.n_sink + self.window - 1)
 
     def runs(self) -> tuple[list[Run], list[Run]]:
         """Stores in token order, the sink keys turned to their place in the cache."""
