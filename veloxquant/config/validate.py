@@ -27,9 +27,9 @@ def refuse(field: str, value: Any, legal: str) -> QuantizerConfigError:
 
 
 def one_of(config: KVCacheConfig, field: str, legal: Iterable[Any]) -> None:
-    """Raise unless the field holds one of `legal`; True is not 1 here."""
+    """Raise unless the field holds one of `legal`; neither True nor 1.0 is 1 here."""
     value, legal = getattr(config, field), tuple(legal)
-    if isinstance(value, bool) or value not in legal:
+    if not isinstance(value, int | str) or isinstance(value, bool) or value not in legal:
         raise refuse(field, value, "one of " + ", ".join(map(str, legal)))
 
 
@@ -50,7 +50,7 @@ def bits(config: KVCacheConfig, legal: tuple[int, ...]) -> None:
     if not widths:
         raise refuse("bit_width_inlier", value, "an integer or a list with one integer a layer")
     for width in widths:
-        if isinstance(width, bool) or width not in legal:
+        if not isinstance(width, int) or isinstance(width, bool) or width not in legal:
             raise refuse("bit_width_inlier", width, "one of " + ", ".join(map(str, legal)))
 
 
