@@ -66,14 +66,16 @@ class Stream:
         sinks, body, _ = self.plan.rows(keep)
         if body < self.body.length:
             stop = min(self.body.length, keep - sinks)
-            dtype = self._exact_dtype()
-            back = self.body.decode(body, stop, dtype)
-            self.body.trim(self.body.length - body)
             rest = keep - sinks - stop
+            dtype = self._exact_dtype()
+            back = [self.body.decode(body, stop, dtype)] if stop > body else []
             if rest > 0:
-                back = mx.concatenate([back, self.window.decode(0, rest, dtype)], axis=2)
+                back.append(self.window.decode(0, rest, dtype))
             mx.eval(back)
-            self.window.replace(back)
+            self.body.trim(self.body.length - body)
+            self.window.clear()
+            if back:
+                self.window.append(back[0] if len(back) == 1 else mx.concatenate(back, axis=2))
         else:
             self.window.trim(self.window.length - (keep - sinks - body))
         self.sinks.trim(self.sinks.length - sinks)
