@@ -1,0 +1,206 @@
+"""What tests of caches share: configurations from the method table, feeding, and what is held."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from veloxquant.cache.batch import RowBatch
+from veloxquant.cache.builder import build_layer
+from veloxquant.cache.persist import _flatten
+from veloxquant.cache.table import TABLE, MethodRow
+from veloxquant.cache.view import CacheView
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.options import SnapKVOptions, StreamingLLMOptions
+from veloxquant.quantizers.sizes import LayerShape
+
+READY = [row for row in TABLE.values() if row.is_ready]
+NAMES = [row.name for row in READY]
+KEEPING = [row for row in READY if row.trim != "until_evicted"]
+EVICTING = [row for row in READY if row.trim == "until_evicted"]
+
+SMALL_OPTIONS: dict[type, Any] = {
+    StreamingLLMOptions: StreamingLLMOptions(stream_n_sink=4, stream_window_size=28),
+    SnapKVOptions: SnapKVOptions(snap_budget=32, snap_obs_window=8, snap_n_sink=4),
+}
+"""Budgets small enough that a short prompt goes over them; other options stay as documented."""
+
+
+def small_config(row: MethodRow, **fields: Any) -> KVCacheConfig:
+    """Windows and budgets of the row's options that a short sequence leaves behind."""
+    options = SMALL_OPTIONS.get(row.options)
+    return KVCacheConfig(method=row.name, residual_length=32, options=options, **fields)
+
+
+def roomy_config(row: MethodRow, **fields: Any) -> KVCacheConfig:
+    """As documented: nothing is evicted from a sequence of a few hundred tokens."""
+    return KVCacheConfig(method=row.name, **fields)
+
+
+class Tokens(NamedTuple):
+    """Queries (B, Hq, T, Dk), keys (B, H, T, Dk), values (B, H, T, Dv)."""
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[2]
+
+    def cut(self, start: int, stop: int) -> "Tokens":
+        return Tokens(*(a[:, :, start:stop] for a in self))
+
+    def row(self, i: int) -> "Tokens":
+        return Tokens(*(a[i : i + 1] for a in self))
+
+    def then(self, other: "Tokens") -> "Tokens":
+        pairs = zip(self, other, strict=True)
+        return Tokens(*(mx.concatenate([a, b], axis=2) for a, b in pairs))
+
+
+def random_tokens(
+    length: int,
+    *,
+    seed: int = 0,
+    batch: int = 1,
+    heads: int = 2,
+    repeat: int = 2,
+    k_dim: int = 64,
+    v_dim: int | None = None,
+    dtype: mx.Dtype = mx.float32,
+    factor: float = 1.0,
+) -> Tokens:
+    """Normal tokens; the keys carry one strong channel, as real ones do."""
+    draws = mx.random.split(mx.random.key(seed), 3)
+    shape = (batch, heads, length)
+    q = mx.random.normal((batch, heads * repeat, length, k_dim), key=draws[0])
+    k = mx.random.normal((*shape, k_dim), key=draws[1])
+    k = k * mx.where(mx.arange(k_dim) == 3, 8.0, 1.0)
+    v = mx.random.normal((*shape, v_dim or k_dim), key=draws[2])
+    out = Tokens(q.astype(dtype), (factor * k).astype(dtype), (factor * v).astype(dtype))
+    mx.eval(*out)
+    return out
+
+
+def shape_of(tokens: Tokens) -> LayerShape:
+    _, n_q, _, k_dim = tokens.queries.shape
+    _, heads, _, v_dim = tokens.values.shape
+    return LayerShape(n_q, heads, k_dim, v_dim, tokens.keys.dtype.size)
+
+
+def new_cache(config: KVCacheConfig, shape: LayerShape, *, views: bool = True) -> Any:
+    cache = build_layer(config, shape)
+    cache.returns = "views" if views else "arrays"
+    return cache
+
+
+def attend(cache: Any, tokens: Tokens, sinks: mx.array | None = None) -> mx.array:
+    """One call as a model makes it: mask, then rows, then attention through the hook."""
+    q, k, v = tokens
+    mask = cache.make_mask(q.shape[2])
+    keys, values = cache.update_and_fetch(k, v)
+    scale = q.shape[-1] ** -0.5
+    if isinstance(keys, CacheView):
+        return keys.attend(q, values, scale, mask, sinks)
+    return mx.fast.scaled_dot_product_attention(
+        q, keys, values, scale=scale, mask=mask, sinks=sinks
+    )
+
+
+def pieces(length: int, size: int) -> list[tuple[int, int]]:
+    return [(i, min(i + size, length)) for i in range(0, length, size)]
+
+
+def feed(cache: Any, tokens: Tokens, size: int | None = None) -> mx.array:
+    """Feed in pieces of `size` tokens; the outputs of all calls, (B, Hq, T, Dv)."""
+    outs = []
+    for start, stop in pieces(tokens.length, size or max(1, tokens.length)):
+        out = attend(cache, tokens.cut(start, stop))
+        mx.eval(out)
+        outs.append(out)
+    return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=2)
+
+
+def state_parts(cache: Any) -> tuple[Any, dict[str, mx.array]]:
+    """Committed state without growth steps: counters as a tree, arrays by path."""
+    arrays: dict[str, mx.array] = {}
+    tree = _flatten(cache.compact_state(), "state", arrays)
+    mx.eval(list(arrays.values()))
+    return tree, arrays
+
+
+def same_state(a: Any, b: Any) -> None:
+    """Assert bit-identical committed states."""
+    tree_a, arrays_a = state_parts(a)
+    tree_b, arrays_b = state_parts(b)
+    assert tree_a == tree_b
+    for path, left in arrays_a.items():
+        right = arrays_b[path]
+        assert left.dtype == right.dtype, path
+        assert left.shape == right.shape, path
+        assert mx.array_equal(left, right, equal_nan=True).item(), f"{path} differs"
+
+
+def same(a: mx.array, b: mx.array) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(mx.array_equal(a, b).item())
+
+
+def worst(a: mx.array, b: mx.array) -> float:
+    """Largest absolute difference, in fp32."""
+    return float(mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max().item())
+
+
+def held_rows(cache: Any) -> tuple[mx.array, mx.array]:
+    """Keys and values as the cache would hand them out, decoded."""
+    before, cache.returns = cache.returns, "arrays"
+    try:
+        return cache.keys_and_values()
+    finally:
+        cache.returns = before
+
+
+def walk_arrays(*roots: Any) -> Iterator[mx.array]:
+    """Every array reachable from some objects' attributes and containers, each object once."""
+    seen: set[int] = set()
+    todo: list[Any] = list(roots)
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, str | int | float | type | None):
+            continue
+        seen.add(id(one))
+        if isinstance(one, mx.array):
+            yield one
+        elif isinstance(one, dict):
+            todo.extend(one.values())
+        elif isinstance(one, list | tuple | set | frozenset):
+            todo.extend(one)
+        elif type(one).__module__.startswith("veloxquant."):
+            todo.extend(getattr(one, "__dict__", {}).values())
+
+
+class Ragged:
+    """Rows of unequal length in one `RowBatch`, padded on the right as mlx-lm pads prompts."""
+
+    def __init__(
+        self, config: KVCacheConfig, rows: Sequence[Tokens], *, views: bool = True
+    ) -> None:
+        self.rows = rows
+        made = [new_cache(config, shape_of(t), views=views) for t in rows]
+        self.batch: RowBatch = type(made[0]).merge(made)
+
+    def prompt(self, size: int) -> list[mx.array]:
+        """Feed the prompts in padded pieces; the real outputs of each row."""
+        lengths = [t.length for t in self.rows]
+        width = max(lengths)
+        padded = [
+            Tokens(*(mx.pad(a, [(0, 0), (0, 0), (0, width - t.length), (0, 0)]) for a in t))
+            for t in self.rows
+        ]
+        whole = Tokens(
+            *(mx.concatenate(list(parts), axis=0) for parts in zip(*padded, strict=True))
+        )
+        self.batch.prepare(lengths=lengths, right_padding=[width - n for n in lengths])
+        out = feed(self.batch, whole, size)
+        self.batch.finalize()
+        return [out[i : i + 1, :, :n] for i, n in enumerate(lengths)]
