@@ -95,13 +95,7 @@ def ls(args: argparse.Namespace) -> int:
         data = {
             "models": [
                 as_data(model, paths=args.paths)
-                | dict(
-                    zip(
-                        ("fits_tokens", "fits_method"),
-                        fits.get(model.path, (None, "")),
-                        strict=True,
-                    )
-                )
+                | {"fits_tokens": fits[model.path][0], "fits_method": fits[model.path][1]}
                 for model in models
             ],
             "looked_in": [root.origin for root in found.looked_in],
