@@ -272,6 +272,7 @@ class LayerCache(ABC):
         if n:
             # A lazy cut would keep the long buffers alive until the next attention.
             mx.eval(list(self.arrays()))
+            self._unevaluated = []
         return n
 
     def layout(self) -> list[Store]:

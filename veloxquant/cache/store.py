@@ -59,6 +59,12 @@ class Store:
 
     def _put(self, packed: Packed, n: int) -> None:
         end = self._stop + n
+        if not self._arrays and n == round_up(n, self.step):
+            # Assigning over a whole buffer keeps the given array instead, which may be a slice
+            # that holds a longer one.
+            self._arrays = {name: mx.contiguous(new) for name, new in packed.items()}
+            self._stop = self.capacity = n
+            return
         if end > self.capacity:
             self._grow(packed, round_up(end, self.step))
         for name, new in packed.items():
