@@ -180,7 +180,7 @@ class FitScreen(AreaScreen):
     @staticmethod
     def _planned(row: FitItem) -> Row:
         none = ("-", "")
-        why = ("planned: not built yet", "")
+        why = ("not built yet", "")
         return Row(row.method, ((row.method, ""), none, none, none, none, none, why), False)
 
     def _about(self) -> None:

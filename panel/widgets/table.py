@@ -191,7 +191,8 @@ class PickTable(Widget, can_focus=True):
         for i, cells in layout:
             column = self.columns[i]
             mark = " ▾" if column.title == self.sorted_by and GLYPHS.pointer == "❯" else ""
-            titles.append(pad(fit(column.title + mark, cells), cells, right=column.right))
+            title = column.title + mark if len(column.title) + 2 <= cells else column.title
+            titles.append(pad(fit(title, cells), cells, right=column.right))
         lines = [Content.styled("  " + (" " * _GAP).join(titles), "bold $muted")]
         if not self.rows:
             lines.extend(Content.styled("  " + part, "$muted") for part in self.empty.split("\n"))
