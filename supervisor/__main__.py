@@ -81,6 +81,7 @@ async def _serve(paths: Paths, args: argparse.Namespace) -> int:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CHECK_SECONDS):
                 await leaving.wait()
+        await server.heal()
         if server.viewers or not controller.is_idle:
             server.last_seen = time.monotonic()
         elif time.monotonic() - server.last_seen > args.idle:

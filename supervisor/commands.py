@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from veloxquant.supervisor.controller import Controller
 from veloxquant.supervisor.effects import RefusedError
 from veloxquant.supervisor.messages import (
+    MAX_MESSAGE_BYTES,
     Accepted,
     CancelArgs,
     Command,
@@ -26,6 +27,7 @@ from veloxquant.supervisor.messages import (
     StartArgs,
     StopArgs,
     args_of,
+    encode,
     plain,
 )
 
@@ -84,6 +86,10 @@ class Commands:
         while len(self._answers) > REMEMBERED:
             self._answers.popitem(last=False)
         result = await self._safely(command, hello.name)
+        if (size := len(encode(result))) > MAX_MESSAGE_BYTES:
+            result = Error(
+                command.id, "too_large", f"the answer has {size:,} bytes", "Ask for less."
+            )
         future.set_result(result)
         reply(result)
 
@@ -145,7 +151,7 @@ class Commands:
             "base_url": controller.base_url,
             "token_file": str(token) if controller.base_url and token.exists() else None,
             "barred": machine.spec is not None and journal.barred(machine.spec),
-            "history": [plain(record) for record in journal.records[-10:]],
+            "history": [plain(record) | {"last_lines": []} for record in journal.records[-10:]],
             "supervisor": {
                 "pid": os.getpid(),
                 "version": hello.version,

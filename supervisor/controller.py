@@ -11,7 +11,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 URGENT_SECONDS = 0.05
+LAST_WORDS_SECONDS = 1.0
 
 
 class Controller:
@@ -148,7 +149,7 @@ class Controller:
                 stops = self._stops
                 found = await asyncio.to_thread(find_model, spec.model)
                 if stops != self._stops:
-                    raise RefusedError("stopped", "the start was stopped", "")
+                    raise RefusedError("stopped", "the start was stopped by another command")
                 if isinstance(found, Fault):
                     self._apply(self.machine.refuse(time.monotonic(), spec, found, by))
                     raise _refusal(found)
@@ -165,12 +166,11 @@ class Controller:
 
     async def restart(self, grace: float, by: str) -> State:
         """Stop, start with the frozen specification, and return once the new process runs."""
-        moves = self.machine.moves
         self.journal.acknowledge()
         self._apply(self.machine.restart(time.monotonic(), grace, by))
-        await self._until(
-            lambda: self.machine.moves > moves and self.machine.phase not in ("stopping", "stopped")
-        )
+        await self._until(lambda: self.machine.phase != "stopping")
+        if self.machine.phase == "stopped":
+            raise RefusedError("stopped", "the restart was stopped by another command")
         return await self._started()
 
     async def ask_worker(self, op: Op, args: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -255,12 +255,14 @@ class Controller:
             self._from_worker,
             self._link_ended,
         )
-        self._spawn_task(self._link.run())
-        self._spawn_task(self._watch(worker))
+        link_ends = self._spawn_task(self._link.run())
+        self._spawn_task(self._watch(worker, link_ends))
         self._apply(self.machine.spawned(time.monotonic(), worker.pid, spec.port))
 
-    async def _watch(self, worker: WorkerProcess) -> None:
+    async def _watch(self, worker: WorkerProcess, link_ends: asyncio.Task[None]) -> None:
         status = await worker.wait()
+        # What it sent last, such as why it gave up, may still be on its way to us.
+        await asyncio.wait({link_ends}, timeout=LAST_WORDS_SECONDS)
         if self._link is not None:
             self._link.close()
         self._worker = self._link = None
@@ -362,10 +364,11 @@ class Controller:
 
         self._saved = self._disk.submit(write)
 
-    def _spawn_task(self, work: Any) -> None:
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
+        return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -17,6 +17,7 @@ from veloxquant.supervisor.failures import fault
 from veloxquant.supervisor.framing import TruncatedError, pack, read_frame
 from veloxquant.supervisor.messages import (
     MAX_LIST,
+    PROTOCOL_MAJOR,
     Accepted,
     Beat,
     Command,
@@ -121,7 +122,9 @@ class WorkerLink:
 
     def close(self) -> None:
         """Close our end; the worker leaves when it sees that."""
-        if self._writer is not None:
+        if self._writer is None:
+            self._sock.close()
+        else:
             self._writer.close()
         self._fail_waiting()
 
@@ -131,8 +134,8 @@ class WorkerLink:
             for message in messages:
                 if not isinstance(message, FROM_WORKER):
                     raise ProtocolError(f"a worker may not send {type(message).__name__}")
-                if not greeted and not isinstance(message, Hello):
-                    raise ProtocolError("the first message must be hello")
+                if not greeted:
+                    check_hello(message)
                 greeted = True
                 check_lists(message)
                 self._take(message)
@@ -170,6 +173,21 @@ class WorkerLink:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(WorkerGoneError("the worker is gone"))
+
+
+def check_hello(message: Message) -> None:
+    """Refuse a worker that does not begin with a hello of our protocol.
+
+    Raises:
+        ProtocolError: saying what it did instead.
+    """
+    if not isinstance(message, Hello):
+        raise ProtocolError("the first message must be hello")
+    if message.major != PROTOCOL_MAJOR:
+        raise ProtocolError(
+            f"the worker speaks protocol {message.major}, the supervisor {PROTOCOL_MAJOR}; "
+            f"restart the supervisor with `vq shutdown`"
+        )
 
 
 def check_lists(message: Message) -> None:

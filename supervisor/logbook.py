@@ -16,7 +16,7 @@ from veloxquant.supervisor.messages import Gap, Log, LogLevel
 
 log = logging.getLogger(__name__)
 
-BATCH = 1_000
+BATCH = 250
 LAST_LINES = 20
 LAST_LINE_CHARS = 1_000
 

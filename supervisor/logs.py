@@ -6,6 +6,7 @@ counts what it dropped. Text that goes into files is made harmless, since a user
 
 import collections
 import contextlib
+import functools
 import os
 import re
 import threading
@@ -198,11 +199,15 @@ class FileSink:
             self._fd = -1
 
 
+@functools.lru_cache(maxsize=4)
+def _stamp(second: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+
+
 def format_line(record: Log) -> str:
     """One record as one harmless line of a log file, with local time."""
-    moment = time.localtime(record.wall)
-    millis = int(record.wall * 1000) % 1000
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", moment)
+    second = int(record.wall)
+    millis = int((record.wall - second) * 1000)
     request = f" req={record.request}" if record.request else ""
     text = harmless(f"{record.source:<7}{request} {record.text}")
-    return f"{stamp}.{millis:03d} {record.level.upper():<7} {text}\n"
+    return f"{_stamp(second)}.{millis:03d} {record.level.upper():<7} {text}\n"

@@ -153,7 +153,6 @@ class WorkerProcess:
         os.close(self._guard_pipe)
         if not await asyncio.to_thread(self._pump.finish, CLEAR_SECONDS):
             log.warning("output of worker %d was not drained in time", self.pid)
-        self.link.close()
 
 
 class OutputPump:

@@ -37,6 +37,7 @@ from veloxquant.supervisor.messages import (
     decode,
     encode,
 )
+from veloxquant.supervisor.paths import secure_folder
 from veloxquant.supervisor.viewers import Outbox, TooFarBehindError
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class ControlServer:
         self._commands = Commands(controller, leave, self)
         self._version = version
         self._runner: web.AppRunner | None = None
+        self._bound = False
         self._sockets: set[web.WebSocketResponse] = set()
         self.last_seen = time.monotonic()
 
@@ -84,10 +86,19 @@ class ControlServer:
         app.router.add_get(ROUTE, self._handle)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await self._runner.setup()
-        await web.SockSite(self._runner, bind_socket(self._controller.paths.socket)).start()
+        await self.heal()
+
+    async def heal(self) -> None:
+        """Bind the socket if its file is not there (cleaners of temporary folders take it)."""
+        path = self._controller.paths.socket
+        if self._runner is not None and (not self._bound or not path.exists()):
+            secure_folder(path.parent)
+            await web.SockSite(self._runner, bind_socket(path)).start()
+            self._bound = True
 
     async def close(self) -> None:
         """Say good-bye to every viewer and remove the socket."""
+        self._bound = False
         self._controller.paths.socket.unlink(missing_ok=True)
         for ws in list(self._sockets):
             with contextlib.suppress(TimeoutError, ConnectionError):

@@ -113,6 +113,15 @@ class Outbox:
             return [self._replies.popleft()]
         batch: list[Message] = []
         chars = 0
+        logs = self._records["log"]
+        if logs and not (self._states or self._newest or self._gaps or self._records["request"]):
+            # Only lines wait, as in a flood: no order to work out.
+            while logs and len(batch) < BATCH_EVENTS and chars < BATCH_CHARS:
+                event = logs.popleft()
+                batch.append(event)
+                size = len(event.body.text) if isinstance(event.body, Log) else 0
+                self._chars -= size
+                chars += size or 200
         while len(batch) < BATCH_EVENTS and chars < BATCH_CHARS:
             event = self._next()
             if event is None:

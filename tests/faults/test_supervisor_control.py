@@ -12,13 +12,18 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from veloxquant.supervisor.client import CommandError, ControlClient, LinkChange
+from veloxquant.supervisor.client import (
+    CommandError,
+    ControlClient,
+    LinkChange,
+    NotConnectedError,
+    run_command,
+)
 from veloxquant.supervisor.messages import (
     MAX_MESSAGE_BYTES,
     Accepted,
     Command,
     Done,
-    Error,
     Event,
     Gap,
     Hello,
@@ -305,6 +310,28 @@ async def test_cycles_of_start_and_stop_leave_descriptors_and_threads_as_they_we
         assert abs(counts[1] - counts[0]) <= 4  # files that are open for a moment
 
 
+async def test_socket_that_was_cleaned_away_is_made_again(supervisor):
+    controller = await supervisor.open()
+    controller.paths.socket.unlink()
+    await supervisor._server.heal()
+    async with ControlClient() as client:
+        assert client.is_connected
+
+
+async def test_run_folder_that_others_can_write_is_refused_by_name(home):
+    (home / "run").mkdir(parents=True)
+    (home / "run").chmod(0o777)
+    with pytest.raises(NotConnectedError, match="written by others"):
+        await ControlClient().connect()
+
+
+def test_command_without_an_event_loop(daemon):
+    with pytest.raises(NotConnectedError, match="no supervisor runs"):
+        run_command("status", start=False)
+    daemon.start()
+    assert run_command("status", start=False)["state"]["phase"] == "stopped"
+
+
 def test_supervisor_and_client_load_no_model_library_and_no_screen():
     code = (
         "import sys, veloxquant.supervisor.client\n"
@@ -315,7 +342,3 @@ def test_supervisor_and_client_load_no_model_library_and_no_screen():
         "assert not found, found\n"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=30)
-
-
-def test_unanswered_error_type_is_part_of_the_schema():
-    assert decode(encode(Error("1", "usage", "no"))) == [Error("1", "usage", "no")]

@@ -3,7 +3,7 @@ import contextlib
 import socket
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from veloxquant.supervisor.framing import (
@@ -35,6 +35,7 @@ MESSAGES = st.one_of(
 )
 
 
+@settings(max_examples=50)
 @given(batches=st.lists(st.lists(MESSAGES, min_size=1, max_size=4), max_size=6), data=st.data())
 def test_messages_survive_any_cut_of_the_stream(batches, data):
     stream = b"".join(pack(batch) for batch in batches)

@@ -46,12 +46,17 @@ def test_stale_lock_file_of_a_killed_holder_is_taken(tmp_path):
 def test_child_does_not_inherit_the_lock(tmp_path):
     lock = InstanceLock(tmp_path / "lock")
     lock.take()
-    with subprocess.Popen(["/bin/sleep", "30"], close_fds=False) as child:
+    command = ["/bin/sh", "-c", "echo runs; exec sleep 30"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, close_fds=False) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"runs\n"
         lock.release()
         again = InstanceLock(tmp_path / "lock")
-        again.take()
+        try:
+            again.take()
+        finally:
+            child.kill()
         again.release()
-        child.kill()
 
 
 def test_link_in_place_of_the_lock_file_is_refused(tmp_path):
