@@ -26,6 +26,8 @@ class RowBatch:
 
     def __init__(self, rows: Sequence[Any]) -> None:
         self.rows = list(rows)
+        # Models with attention of their own may score in five axes and take the mask so.
+        self._mask_axes = max((getattr(row, "mask_axes", 4) for row in self.rows), default=4)
         self._remaining: list[int] | None = None
         self._step: list[tuple[int, Any, Any]] = []
 
@@ -130,7 +132,11 @@ class RowBatch:
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> mx.array | str | None:
-        """None or "causal" for views; for arrays the mask that hides the padding, (B, 1, N, T)."""
+        """None or "causal" for views; else a bool mask, True where a token may be seen.
+
+        It is (B, 1, N, T) or, for models that ask for it, (B, 1, 1, N, T). Each row's tokens end
+        in column T - 1 but for the padding of its prompt; what is before them is hidden.
+        """
         if self._returns_views() and not return_array and window_size is None:
             return None if N == 1 else "causal"
         real = [N] * len(self.rows) if self._remaining is None else self._remaining
@@ -142,8 +148,9 @@ class RowBatch:
         mask = queries >= columns[None]
         if window_size is not None:
             mask = mask & (queries < columns[None] + window_size)
-        first = mx.array([width - N - row.size() for row in self.rows])[:, None, None, None]
-        return mask[None, None] & (columns[None, None, None] >= first)
+        first = mx.array([width - N - row.size() for row in self.rows])
+        lead = (len(self.rows), *(1,) * (self._mask_axes - 3))
+        return mask & (columns >= first.reshape(*lead, 1, 1))
 
     # ---- attention ----------------------------------------------------------------------
 
@@ -160,11 +167,9 @@ class RowBatch:
         """Attention row by row over (B, Hq, L, D); padded queries give zeros.
 
         Raises:
-            CacheStateError: when the model made an array mask, which rows of unequal length lack,
-                or the batch changed since the view was made.
+            CacheStateError: when an array mask covers other tokens than are held, or the batch
+                changed since the view was made.
         """
-        if isinstance(mask, mx.array):
-            raise CacheStateError("rows of a packed batch make their own masks; got an array mask")
         if view.shape[0] != len(self._step):
             raise CacheStateError("the batch changed since this view was made")
         length = queries.shape[2]
@@ -175,7 +180,10 @@ class RowBatch:
                 out.append(mx.zeros(shape, dtype=queries.dtype))
                 continue
             q = queries[i : i + 1, :, :n]
-            row_mask = None if n == 1 else "causal"
+            if isinstance(mask, mx.array):
+                row_mask = self._row_mask(mask, i, n, keys.shape[2])
+            else:
+                row_mask = None if n == 1 else "causal"
             if isinstance(keys, CacheView):
                 row = keys.cache.attend(q, keys, scale, row_mask, sinks, owner=owner)
             else:
@@ -186,6 +194,18 @@ class RowBatch:
                 row = mx.pad(row, [(0, 0), (0, 0), (0, length - n), (0, 0)])
             out.append(row)
         return out[0] if len(out) == 1 else mx.concatenate(out, axis=0)
+
+    def _row_mask(self, mask: mx.array, i: int, n: int, held: int) -> mx.array:
+        """The part of a mask (B or 1, heads or 1, L, T) that concerns the tokens of row `i`."""
+        width, before = mask.shape[-1], held - n
+        if width != self._width():
+            raise CacheStateError(
+                f"the mask covers {width} tokens, the batch holds {self._width()}; "
+                f"methods that give up tokens cannot serve a model with array masks"
+            )
+        first = width - self._length - before
+        mine = mask[i : i + 1] if mask.shape[0] == len(self.rows) else mask
+        return mine[..., :n, first : first + held]
 
     # ---- rows ---------------------------------------------------------------------------
 

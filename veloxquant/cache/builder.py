@@ -88,10 +88,11 @@ def plan_model(model: Any, config: KVCacheConfig) -> ModelPlan:
             f"layers that are compressed; give one entry a layer"
         )
     if plan.compressed == 0:
+        reasons = "; ".join(dict.fromkeys(layer.reason for layer in plan.layers))
         plan.warnings.append(
-            "No layer of this model has a plain attention cache; its own caches are used."
+            f"No layer of this model can be compressed ({reasons}); its own caches are used."
         )
-    if row.queries != "none" and plan.returns == "arrays":
+    if row.queries != "none" and plan.returns == "arrays" and plan.compressed:
         plan.warnings.append(
             f"Method {row.name!r} scores with the model's queries, which cannot be seen here; it "
             f"uses a score of keys alone (proxy)."
@@ -125,6 +126,7 @@ def new_caches(plan: ModelPlan, config: KVCacheConfig) -> list[Any]:
         )
         cache = module.build(own, layer.shape, context)
         cache.returns = plan.returns
+        cache.mask_axes = plan.mask_axes
         return cache
 
     return [replace_plain(c, (i,), make) for i, c in enumerate(native_caches(plan.model))]

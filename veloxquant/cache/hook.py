@@ -26,7 +26,13 @@ HOSTS = (
     Host("mlx_vlm.models.base", "mlx_vlm.models.", "scaled_dot_product_attention"),
 )
 
-_originals: dict[str, Callable[..., Any]] = {}
+
+class _Pair(NamedTuple):
+    original: Callable[..., Any]
+    wrapper: Callable[..., Any]
+
+
+_installed: dict[str, _Pair] = {}
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +61,14 @@ def _modules(host: Host) -> list[ModuleType]:
     return [m for n in names if (m := sys.modules.get(n)) is not None]
 
 
+def _replace(host: Host, old: Callable[..., Any], new: Callable[..., Any]) -> int:
+    """Rebind the name wherever it is `old`; returns in how many modules."""
+    found = [m for m in _modules(host) if getattr(m, host.function, None) is old]
+    for module in found:
+        setattr(module, host.function, new)
+    return len(found)
+
+
 def attach() -> int:
     """Install the hook in every loaded host package; idempotent.
 
@@ -68,15 +82,11 @@ def attach() -> int:
         base = sys.modules.get(host.base)
         if base is None:
             continue
-        current = getattr(base, host.function)
-        if host.base not in _originals:
-            _originals[host.base] = current
-            setattr(base, host.function, _wrap(current))
-        wrapper, original = getattr(base, host.function), _originals[host.base]
-        for module in _modules(host):
-            if getattr(module, host.function, None) is original:
-                setattr(module, host.function, wrapper)
-                replaced += 1
+        pair = _installed.get(host.base)
+        if pair is None:
+            original = getattr(base, host.function)
+            pair = _installed[host.base] = _Pair(original, _wrap(original))
+        replaced += _replace(host, pair.original, pair.wrapper)
     return replaced
 
 
@@ -88,18 +98,12 @@ def detach() -> int:
     """
     restored = 0
     for host in HOSTS:
-        original = _originals.pop(host.base, None)
-        base = sys.modules.get(host.base)
-        if original is None or base is None:
-            continue
-        wrapper = getattr(base, host.function)
-        for module in _modules(host):
-            if getattr(module, host.function, None) is wrapper:
-                setattr(module, host.function, original)
-                restored += 1
+        pair = _installed.pop(host.base, None)
+        if pair is not None:
+            restored += _replace(host, pair.wrapper, pair.original)
     return restored
 
 
 def is_attached() -> bool:
     """Whether any host package is hooked."""
-    return bool(_originals)
+    return bool(_installed)

@@ -7,19 +7,33 @@ and the state is given to caches that the caller's plan builds.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from veloxquant.cache.builder import new_caches
 from veloxquant.cache.probe import ModelPlan
+from veloxquant.cache.table import row_of
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import CacheStateError
 
 FORMAT_VERSION = 1
 _FORMAT = "veloxquant_cache"
+# Common fields that decide what packed arrays mean; those of the method come beside them.
+_COMMON = ("bit_width_inlier", "seed", "residual_length", "n_sink_tokens")
+_MISFIT = (TypeError, ValueError, KeyError, IndexError, AttributeError)
+
+
+def _settings(config: KVCacheConfig) -> dict[str, Any]:
+    """The settings that a file must share with whoever loads it, as JSON gives them back."""
+    own = [f.name for f in dataclasses.fields(row_of(config.method).options)]
+    values = {name: getattr(config, name, None) for name in (*_COMMON, *own)}
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return json.loads(json.dumps({k: v for k, v in values.items() if isinstance(v, plain)}))
 
 
 def _flatten(tree: Any, path: str, arrays: dict[str, mx.array]) -> Any:
@@ -68,52 +82,119 @@ def _restore(cache: Any, saved: Any) -> None:
 def save_caches(path: str | Path, caches: list[Any], config: KVCacheConfig) -> int:
     """Write the caches of one sequence to `path` and return the bytes of their arrays.
 
+    The file appears whole or not at all.
+
     Raises:
         CacheStateError: when a cache holds something that cannot be saved.
         OSError: when the file cannot be written.
     """
     arrays: dict[str, mx.array] = {}
     tree = [_flatten(_states(c), str(i), arrays) for i, c in enumerate(caches)]
-    head = {"version": FORMAT_VERSION, "method": config.method, "tree": tree}
+    head = {
+        "version": FORMAT_VERSION,
+        "method": config.method,
+        "settings": _settings(config),
+        "tree": tree,
+    }
     mx.eval(list(arrays.values()))
+    size = sum(a.nbytes for a in arrays.values())
     target = Path(path)
-    partial = target.with_name(f".{target.name}.partial.safetensors")
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.safetensors")
     # An archive needs one array at least; an empty cache has none.
     payload = arrays or {"empty": mx.zeros(1)}
-    mx.save_safetensors(str(partial), payload, {_FORMAT: json.dumps(head)})
-    partial.replace(target)
-    return sum(a.nbytes for a in arrays.values())
+    try:
+        mx.save_safetensors(str(partial), payload, {_FORMAT: json.dumps(head)})
+        if partial.stat().st_size < size:
+            raise OSError(f"cannot save the cache to {target}: the disk took only a part of it")
+        partial.replace(target)
+    except RuntimeError as error:
+        raise OSError(f"cannot save the cache to {target}: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return size
+
+
+def _read(source: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """Arrays, read from the disk now, and the head of a file."""
+    try:
+        loaded = mx.load(str(source), format="safetensors", return_metadata=True)
+        arrays, metadata = cast("tuple[dict[str, mx.array], dict[str, str]]", loaded)
+        # Loading is lazy: a file cut short shows only when its arrays are read.
+        mx.eval(list(arrays.values()))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise CacheStateError(f"{source.name} is damaged or not a saved cache: {reason}") from error
+    try:
+        head = json.loads(metadata[_FORMAT])
+        version = head["version"]
+    except (*_MISFIT,) as error:
+        raise CacheStateError(
+            f"{source.name} is a safetensors file, but no cache that save_caches wrote"
+        ) from error
+    if version != FORMAT_VERSION:
+        raise CacheStateError(
+            f"{source.name} has format {version}; this version reads {FORMAT_VERSION}"
+        )
+    return arrays, head
+
+
+def _require_same(name: str, head: dict[str, Any], config: KVCacheConfig) -> None:
+    if head.get("method") != config.method:
+        raise CacheStateError(
+            f"{name} was saved with method {head.get('method')!r}, asked for {config.method!r}"
+        )
+    was, wanted = head.get("settings"), _settings(config)
+    if not isinstance(was, dict):
+        raise CacheStateError(f"{name} does not say which settings it was saved with")
+    for field, value in wanted.items():
+        if was.get(field) != value:
+            raise CacheStateError(
+                f"{name} was saved with {field}={was.get(field)!r}, asked for {field}={value!r}; "
+                f"load it with the settings it was saved with"
+            )
+
+
+def _require_shapes(name: str, caches: list[Any], plan: ModelPlan) -> None:
+    for layer in plan.layers:
+        cache: Any = caches[layer.path[0]]
+        for i in layer.path[1:]:
+            cache = cache.caches[i]
+        if layer.kind != "compressed" or layer.shape is None or cache.empty():
+            continue
+        wanted = (layer.shape.n_kv_heads, layer.shape.k_dim, layer.shape.v_dim)
+        found = cache.shape()
+        if found is None or (found.n_kv_heads, found.k_dim, found.v_dim) != wanted:
+            raise CacheStateError(
+                f"{name} was saved from another model: its cache entry {layer.path[0]} has not "
+                f"{wanted[0]} heads of {wanted[1]} and {wanted[2]} channels"
+            )
 
 
 def load_caches(path: str | Path, plan: ModelPlan, config: KVCacheConfig) -> list[Any]:
     """Caches of one sequence from a file that `save_caches` wrote with the same configuration.
 
     Raises:
-        CacheStateError: when the file is of another version, method or model.
+        CacheStateError: when the file is damaged, or of another version, method, configuration or
+            model.
         FileNotFoundError: when there is no such file.
     """
     source = Path(path)
     if not source.is_file():
         raise FileNotFoundError(f"no saved cache at {source}")
-    try:
-        arrays, metadata = mx.load(str(source), format="safetensors", return_metadata=True)  # type: ignore[misc]
-        head = json.loads(metadata[_FORMAT])
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise CacheStateError(f"{source.name} is not a saved cache: {error}") from error
-    if head.get("version") != FORMAT_VERSION:
-        raise CacheStateError(
-            f"{source.name} has format {head.get('version')}; this version reads {FORMAT_VERSION}"
-        )
-    if head["method"] != config.method:
-        raise CacheStateError(
-            f"{source.name} was saved with method {head['method']!r}, asked for {config.method!r}"
-        )
+    arrays, head = _read(source)
+    _require_same(source.name, head, config)
     caches = new_caches(plan, config)
-    tree = _unflatten(head["tree"], arrays)  # type: ignore[arg-type]
-    if len(tree) != len(caches):
+    try:
+        tree = _unflatten(head["tree"], arrays)
+        if len(tree) != len(caches):
+            raise CacheStateError(
+                f"{source.name} holds {len(tree)} layers, this model has {len(caches)}"
+            )
+        for cache, saved in zip(caches, tree, strict=True):
+            _restore(cache, saved)
+    except _MISFIT as error:
         raise CacheStateError(
-            f"{source.name} holds {len(tree)} layers, this model has {len(caches)}"
-        )
-    for cache, saved in zip(caches, tree, strict=True):
-        _restore(cache, saved)
+            f"{source.name} does not fit the caches of this model: {error}"
+        ) from error
+    _require_shapes(source.name, caches, plan)
     return caches

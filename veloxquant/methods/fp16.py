@@ -33,12 +33,13 @@ class Fp16KVCache(PoolBackedKVCache):
         private = PoolConfig(block_size=BODY_STEP, n_blocks=2, grow_on_exhaustion=True)
         super().__init__(pool or BlockPoolAllocator(private), owner, step)
         self.returns: Literal["arrays", "views"] = "arrays"
+        self.mask_axes = 4
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp16KVCache:
         """An independent copy; buffers are shared until one of both writes."""
         twin = super().__deepcopy__(memo)
         assert isinstance(twin, Fp16KVCache)
-        twin.returns = self.returns
+        twin.returns, twin.mask_axes = self.returns, self.mask_axes
         return twin
 
     @property
@@ -56,6 +57,13 @@ class Fp16KVCache(PoolBackedKVCache):
     def rows(self) -> int:
         """Tokens held."""
         return self.offset
+
+    def shape(self) -> LayerShape | None:
+        """Attention shape without query heads, once known."""
+        if self.keys is None or self.values is None:
+            return None
+        heads, k_dim, v_dim = self.keys.shape[1], self.keys.shape[3], self.values.shape[3]
+        return LayerShape(heads, heads, k_dim, v_dim, self.keys.dtype.size)
 
     def arrays(self) -> Iterator[mx.array]:
         """The two buffers."""
