@@ -1,0 +1,1 @@
+"""Compiled kernels for the hot paths, and the one decision whether to use them."""

@@ -10,7 +10,10 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from veloxquant.cache.native_step import attend_native
 from veloxquant.cache.plans import SCORE_BYTES, TILE_TOKENS
+from veloxquant.kernels import dispatch
+from veloxquant.kernels.native import PLAIN, NativeRun
 from veloxquant.quantizers.base import compute_dtype
 
 PACKED_ROWS = 16
@@ -34,6 +37,10 @@ class Run(Protocol):
         """Rows (B, H, stop - start, D)."""
         ...
 
+    def native(self) -> NativeRun | None:
+        """The tokens for the compiled kernel; None if it lacks the form."""
+        ...
+
 
 class Fresh:
     """Rows of the current call, at full precision."""
@@ -50,6 +57,10 @@ class Fresh:
         """w·V."""
         return w @ self.x.astype(w.dtype)
 
+    def native(self) -> NativeRun:
+        """The rows for the compiled kernel."""
+        return NativeRun(PLAIN, mx.contiguous(self.x), 0, self.length, self.x.shape[-1])
+
     def decode(self, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
         """The rows themselves."""
         return self.x[:, :, start:stop].astype(dtype)
@@ -64,6 +75,7 @@ def attend(
     values: Sequence[Run],
     *,
     n_kv: int,
+    v_dim: int,
     scale: float,
     mask: Mask,
     sinks: mx.array | None = None,
@@ -75,6 +87,7 @@ def attend(
         keys: runs in token order.
         values: runs in token order with the same number of tokens in all.
         n_kv: number of KV heads H.
+        v_dim: head size of the values.
         scale: factor on the scores.
         mask: None, "causal" (aligned to the newest token), or an array, bool or additive, that
             broadcasts to (B, Hq, L, T).
@@ -100,7 +113,15 @@ def attend(
         sinks = mx.broadcast_to(
             sinks.astype(mx.float32).reshape(1, n_kv, repeat, 1), (batch, n_kv, repeat, length)
         ).reshape(batch, n_kv, repeat * length, 1)
-    if repeat * length <= PACKED_ROWS:
+    rows, widest = repeat * length, max(dim, v_dim)
+    out = None
+    if dispatch.route(rows=rows, dim=widest, mask=mask) == "native":
+        out = attend_native(
+            q, keys, values, v_dim=v_dim, length=length, causal=mask == "causal", sinks=sinks
+        )
+    if out is not None:
+        pass
+    elif rows <= PACKED_ROWS:
         out = _attend_packed(q, keys, values, _Bias(mask, n_kv, repeat, length, total), sinks)
     else:
         out = _attend_chunks(q, keys, values, mask, n_kv, repeat, length, total, sinks)

@@ -47,6 +47,7 @@ class LayerCache(ABC):
         self.offset = 0
         self.pending: Rows | None = None
         self.returns: Literal["arrays", "views"] = "arrays"
+        self.mask_axes = 4
         self._unevaluated: list[mx.array] = []
         self._shape: tuple[int, int, int, int] | None = None
         self._dtype: mx.Dtype = mx.float16
@@ -148,7 +149,10 @@ class LayerCache(ABC):
         if queries.shape[2] == 0:
             return self.no_rows(queries)
         keys, values = self.runs()
-        out = attend(queries, keys, values, n_kv=view.shape[1], scale=scale, mask=mask, sinks=sinks)
+        _, n_kv, _, v_dim = self._known_shape()
+        out = attend(
+            queries, keys, values, n_kv=n_kv, v_dim=v_dim, scale=scale, mask=mask, sinks=sinks
+        )
         if owner:
             self.observe(queries, scale)
         return self._settled(out)

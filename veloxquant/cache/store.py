@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from veloxquant.kernels.native import NativeRun
 from veloxquant.quantizers.base import Codec, Packed, TokenAxis
 from veloxquant.quantizers.sizes import round_up
 
@@ -165,6 +166,10 @@ class Store:
             room = (self._start, self.capacity - self._stop)
             w = mx.pad(w, [(0, 0)] * (w.ndim - 1) + [room])
         return self.codec.mix(w, self._arrays)
+
+    def native(self) -> NativeRun | None:
+        """The tokens held, as the compiled kernel reads them; None if it cannot."""
+        return self.codec.native(self._arrays, self._start, self._stop)
 
     def decode(self, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
         """Tokens [start, stop) unpacked: (B, H, stop - start, D).

@@ -10,6 +10,7 @@ Source: KIVI (arXiv 2402.02750), section 3.
 import mlx.core as mx
 
 from veloxquant.dsa.mlx_pack import pack
+from veloxquant.kernels.native import AFFINE_CHANNEL, AFFINE_TOKEN, NativeRun
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.sizes import AffineChannelSpec, AffineTokenSpec
 
@@ -102,6 +103,13 @@ class AffineTokenCodec(Shared):
         """w·V from the packed rows."""
         return self._matmul(w, packed, transpose=False)[..., : self.dim]
 
+    def native(self, packed: Packed, start: int, stop: int) -> NativeRun:
+        """How the compiled kernel reads these rows."""
+        return NativeRun(
+            AFFINE_TOKEN, packed["w"], start, stop, self.width, self.spec.bits, self.spec.group,
+            scale=packed["s"], bias=packed["b"],
+        )  # fmt: skip
+
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """Rows (B, H, T, D)."""
         return affine_decode(packed, self.spec.bits, self.spec.group, dtype)[..., : self.dim]
@@ -134,6 +142,13 @@ class AffineChannelCodec(Shared):
         return mx.quantized_matmul(
             w, packed["w"], packed["s"], packed["b"],
             transpose=True, group_size=self.spec.group, bits=self.spec.bits,
+        )  # fmt: skip
+
+    def native(self, packed: Packed, start: int, stop: int) -> NativeRun:
+        """How the compiled kernel reads these columns."""
+        return NativeRun(
+            AFFINE_CHANNEL, packed["w"], start, stop, self.dim, self.spec.bits, self.spec.group,
+            scale=packed["s"], bias=packed["b"],
         )  # fmt: skip
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
+from veloxquant.kernels.native import NativeRun
 from veloxquant.quantizers.sizes import CodecSpec
 
 Packed = dict[str, mx.array]
@@ -43,6 +44,10 @@ class Codec(Protocol):
 
     def mix(self, w: mx.array, packed: Packed) -> mx.array:
         """Weighted sums of tokens: weights (B, H, M, T) to (B, H, M, D)."""
+        ...
+
+    def native(self, packed: Packed, start: int, stop: int) -> NativeRun | None:
+        """Tokens [start, stop) as the compiled kernel reads them, None if it lacks the form."""
         ...
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:

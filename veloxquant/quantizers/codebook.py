@@ -10,8 +10,10 @@ Source: TurboQuant (arXiv 2504.19874) with the residual stage derived in `math/l
 import math
 
 import mlx.core as mx
+import numpy as np
 
 from veloxquant.dsa.mlx_pack import pack, unpack
+from veloxquant.kernels.native import CODEBOOK, NativeRun
 from veloxquant.math.lloyd_max import embedded_levels
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.rotation import rotation
@@ -31,7 +33,7 @@ class CodebookCodec(Shared):
         levels, thresholds = embedded_levels(spec.bits)
         self.levels = mx.array(levels, dtype=mx.float32)
         self._thresholds = thresholds
-        self._levels = levels
+        self._table = np.asarray(levels, dtype=np.float32) / math.sqrt(dim)
         self._lanes = round_up(dim, 32)
         self._coarse_words, self._fine_words = spec.plane_words(dim)
         # Sign-plane weights, biggest first: 2 bits are A·s + B·u, 1 bit is c·s.
@@ -146,6 +148,14 @@ class CodebookCodec(Shared):
                 out = out + scaled[..., start : start + n] @ self.rotated(tile).astype(w.dtype)
                 start += n
         return self.rotation.unrotate(out)
+
+    def native(self, packed: Packed, start: int, stop: int) -> NativeRun:
+        """How the compiled kernel reads these rows: queries and sums are in the rotated basis."""
+        return NativeRun(
+            CODEBOOK, packed["w"], start, stop, self._lanes, self.spec.bits,
+            coarse_words=self._coarse_words, scale=packed["n"], levels=self._table,
+            basis=self.rotation,
+        )  # fmt: skip
 
     def _tiles(self, packed: Packed) -> list[Packed]:
         """Token ranges small enough that their decoded rows stay in cache."""

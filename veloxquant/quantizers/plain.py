@@ -4,6 +4,7 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from veloxquant.kernels.native import PLAIN, NativeRun
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.sizes import PlainSpec
 
@@ -28,6 +29,10 @@ class PlainCodec(Shared):
     def mix(self, w: mx.array, packed: Packed) -> mx.array:
         """w·V in the weights' type."""
         return w @ packed["x"].astype(w.dtype)
+
+    def native(self, packed: Packed, start: int, stop: int) -> NativeRun:
+        """How the compiled kernel reads these rows."""
+        return NativeRun(PLAIN, packed["x"], start, stop, self.dim)
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """The rows in `dtype`."""

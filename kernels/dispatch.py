@@ -1,0 +1,47 @@
+"""The one decision: which implementation serves an attention step over packed tokens."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import mlx.core as mx
+
+from veloxquant.kernels import native
+
+Route = Literal["reference", "native"]
+
+NATIVE_ROWS = 32
+"""Query rows of one KV head up to which the compiled kernel beats decoding tiles for a GEMM."""
+THREAD_WORK = 1 << 20
+"""Elements read from which a second thread pays for its start (about 20 µs)."""
+
+
+def route(*, rows: int, dim: int, mask: object, use_kernels: bool | None = None) -> Route:
+    """Where to compute a step of `rows` query rows for each KV head.
+
+    Args:
+        rows: query rows of one KV head, repeats times length.
+        dim: larger of the key and value head size.
+        mask: None and "causal" are the kernel's; arrays go to the reference.
+        use_kernels: False keeps to array operations, None decides by itself.
+    """
+    if use_kernels is False or mx.default_device() != mx.cpu:
+        return "reference"
+    if rows > NATIVE_ROWS or dim > native.MAX_DIM - 32 or isinstance(mask, mx.array):
+        return "reference"
+    return "native" if native.library() is not None else "reference"
+
+
+def threads(elements: int) -> int:
+    """Threads for a step that reads `elements` keys and values."""
+    return 1 if elements < THREAD_WORK else min(2, os.cpu_count() or 1)
+
+
+def status() -> str:
+    """One sentence for `vq doctor`."""
+    if mx.default_device() != mx.cpu:
+        return "GPU backend: MLX's own kernels"
+    if native.library() is not None:
+        return "compiled CPU kernel loaded"
+    return "compiled CPU kernel missing: decoding is slower; install a C compiler and reinstall"

@@ -1,0 +1,177 @@
+"""The compiled CPU kernel through ctypes: loading, describing stores to it, calling it.
+
+The library is an optional extension. Where it is missing (no compiler at install time) or the
+backend is a GPU, everything works through MLX's own operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+PLAIN, AFFINE_TOKEN, AFFINE_CHANNEL, CODEBOOK = range(4)
+MAX_ROWS = 64
+MAX_DIM = 512
+_TYPES = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
+_PTR = ctypes.c_void_p
+
+
+class _Run(ctypes.Structure):
+    """Mirror of `vq_run`."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int32), ("bits", ctypes.c_int32), ("group", ctypes.c_int32),
+        ("type", ctypes.c_int32), ("start", ctypes.c_int32), ("stop", ctypes.c_int32),
+        ("width", ctypes.c_int32), ("coarse_words", ctypes.c_int32),
+        ("data", _PTR), ("scale", _PTR), ("bias", _PTR), ("levels", _PTR),
+        ("data_batch", ctypes.c_int64), ("data_head", ctypes.c_int64), ("data_row", ctypes.c_int64),
+        ("scale_batch", ctypes.c_int64), ("scale_head", ctypes.c_int64),
+        ("scale_row", ctypes.c_int64), ("q", _PTR), ("out", _PTR),
+    ]  # fmt: skip
+
+
+class _Call(ctypes.Structure):
+    """Mirror of `vq_call`."""
+
+    _fields_ = [
+        ("keys", ctypes.POINTER(_Run)), ("values", ctypes.POINTER(_Run)),
+        ("n_keys", ctypes.c_int32), ("n_values", ctypes.c_int32), ("batch", ctypes.c_int32),
+        ("heads", ctypes.c_int32), ("rows", ctypes.c_int32), ("length", ctypes.c_int32),
+        ("k_dim", ctypes.c_int32), ("v_dim", ctypes.c_int32), ("tokens", ctypes.c_int32),
+        ("causal", ctypes.c_int32), ("sinks", _PTR), ("part", ctypes.c_int32),
+        ("parts", ctypes.c_int32), ("failed", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class NativeRun(NamedTuple):
+    """A run of tokens as the kernel reads it: arrays with their token axis at capacity.
+
+    `scale` holds scales or norms, `bias` biases, `levels` a codebook's table. `basis` names the
+    rotation that queries and outputs of this run are in, None for the model's own.
+    """
+
+    kind: int
+    data: mx.array
+    start: int
+    stop: int
+    width: int
+    bits: int = 0
+    group: int = 1
+    coarse_words: int = 0
+    scale: mx.array | None = None
+    bias: mx.array | None = None
+    levels: np.ndarray | None = None
+    basis: object | None = None
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel, or None where it was not built or is switched off.
+
+    `VELOXQUANT_NATIVE=0` switches it off.
+    """
+    if os.environ.get("VELOXQUANT_NATIVE", "1") == "0":
+        return None
+    for path in sorted(Path(__file__).parent.glob("_packed*.so")):
+        try:
+            lib = ctypes.CDLL(str(path))
+            lib.vq_abi.restype = ctypes.c_int
+            if lib.vq_abi() != ctypes.sizeof(_Run) * 1000 + ctypes.sizeof(_Call):
+                continue
+        except (OSError, AttributeError):
+            continue
+        lib.vq_attend.argtypes = [ctypes.POINTER(_Call), ctypes.c_int]
+        lib.vq_attend.restype = ctypes.c_int
+        return lib
+    return None
+
+
+def _bytes(a: mx.array) -> np.ndarray:
+    """The array's own memory; bf16 has no numpy type and is seen as uint16."""
+    return np.asarray(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a)
+
+
+def _describe(run: NativeRun, keep: list[np.ndarray]) -> _Run:
+    data = _bytes(run.data)
+    out = _Run()
+    out.kind, out.bits, out.group = run.kind, run.bits, run.group
+    out.start, out.stop, out.width, out.coarse_words = (
+        run.start, run.stop, run.width, run.coarse_words,
+    )  # fmt: skip
+    item = data.itemsize
+    out.data = data.ctypes.data
+    out.data_batch, out.data_head, out.data_row = (s // item for s in data.strides[:3])
+    keep.append(data)
+    typed = run.scale if run.scale is not None else run.data
+    out.type = _TYPES[typed.dtype]
+    if run.scale is not None:
+        scale = _bytes(run.scale)
+        out.scale = scale.ctypes.data
+        size = scale.itemsize
+        out.scale_batch, out.scale_head, out.scale_row = (s // size for s in scale.strides[:3])
+        keep.append(scale)
+    if run.bias is not None:
+        bias = _bytes(run.bias)
+        out.bias = bias.ctypes.data
+        keep.append(bias)
+    if run.levels is not None:
+        out.levels = run.levels.ctypes.data
+        keep.append(run.levels)
+    return out
+
+
+def attend(
+    queries: Sequence[np.ndarray],
+    keys: Sequence[NativeRun],
+    values: Sequence[NativeRun],
+    outs: Sequence[np.ndarray],
+    *,
+    length: int,
+    causal: bool,
+    sinks: np.ndarray | None,
+    threads: int,
+) -> None:
+    """Attention of one layer and step, from packed arrays that are evaluated already.
+
+    Args:
+        queries: one (B, H, M, Dk) fp32 array a key run, in that run's basis, scaled.
+        keys: key runs in token order.
+        values: value runs in token order.
+        outs: one (B, H, M, Dv) fp32 array a value run; runs that share an array add into it.
+        length: queries of the step; M is a multiple of it.
+        causal: hide newer tokens from each query.
+        sinks: (H, M) fp32 logits that join the denominator only, or None.
+        threads: most threads to use.
+
+    Raises:
+        RuntimeError: when the kernel refuses the shape or memory runs out.
+    """
+    lib = library()
+    assert lib is not None
+    keep: list[np.ndarray] = []
+    key_runs = (_Run * len(keys))(*(_describe(r, keep) for r in keys))
+    value_runs = (_Run * len(values))(*(_describe(r, keep) for r in values))
+    for struct, q in zip(key_runs, queries, strict=True):
+        struct.q = q.ctypes.data
+    for struct, out in zip(value_runs, outs, strict=True):
+        struct.out = out.ctypes.data
+    batch, heads, rows, k_dim = queries[0].shape
+    call = _Call()
+    call.keys, call.values = key_runs, value_runs
+    call.n_keys, call.n_values = len(keys), len(values)
+    call.batch, call.heads, call.rows, call.length = batch, heads, rows, length
+    call.k_dim, call.v_dim = k_dim, outs[0].shape[-1]
+    call.tokens = sum(r.stop - r.start for r in keys)
+    call.causal = int(causal)
+    call.sinks = None if sinks is None else sinks.ctypes.data
+    status = lib.vq_attend(ctypes.byref(call), threads)
+    if status:
+        reason = "the shape is not supported" if status == 1 else "memory ran out"
+        raise RuntimeError(f"packed attention failed: {reason}")

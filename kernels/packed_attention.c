@@ -1,0 +1,414 @@
+/* Decode attention straight from packed keys and values, for the CPU backend.
+ *
+ * One call serves one layer and one step: every (sequence, KV head) pair unpacks blocks of tokens
+ * into L1 and uses them for all query rows of the head's group, in fp32. Scores of one head are
+ * kept whole (rows x tokens), because keys and values may be cut into runs at different tokens.
+ *
+ * Codes lie in MLX's order, one little-endian bit stream a row. For widths that divide 32 a row of
+ * W words is unpacked plane by plane: plane i holds the i-th code of every word, so each plane is
+ * one shift and one mask over W neighbouring words. Queries are permuted into that plane order
+ * once, sums of values are permuted back once, and no code is ever shuffled.
+ *
+ * Plain C ABI, no allocation kept between calls, no global state. Built for AVX-512, AVX2 and the
+ * baseline by function multiversioning where the compiler offers it; NEON needs no flag.
+ */
+
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(VQ_NO_CLONES)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { PLAIN = 0, AFFINE_TOKEN = 1, AFFINE_CHANNEL = 2, CODEBOOK = 3 };
+enum { F32 = 0, F16 = 1, BF16 = 2 };
+enum { BLOCK = 128, MAX_DIM = 512, MAX_ROWS = 64 };
+
+/* One run of tokens. Strides are in elements of the array they belong to. */
+typedef struct {
+    int32_t kind, bits, group, type; /* type: of rows, scales and norms */
+    int32_t start, stop;             /* tokens of the buffer that count */
+    int32_t width;                   /* channels stored, padding included */
+    int32_t coarse_words;            /* CODEBOOK: words of the coarse plane */
+    const void *data;                /* rows, or packed words */
+    const void *scale, *bias;        /* scales or norms, biases */
+    const float *levels;             /* CODEBOOK: 2^bits levels */
+    int64_t data_batch, data_head, data_row;
+    int64_t scale_batch, scale_head, scale_row;
+    const float *q; /* keys: (batch, heads, rows, k_dim) in this run's basis, scale applied */
+    float *out;     /* values: (batch, heads, rows, v_dim) in this run's basis, added to */
+} vq_run;
+
+typedef struct {
+    const vq_run *keys, *values;
+    int32_t n_keys, n_values;
+    int32_t batch, heads, rows; /* rows: query rows of one KV head, repeat * length */
+    int32_t length;             /* queries of the step; causal among the newest tokens */
+    int32_t k_dim, v_dim;
+    int32_t tokens;             /* tokens in all runs */
+    int32_t causal;
+    const float *sinks;         /* (heads, rows) or NULL */
+    int32_t part, parts;        /* this thread's share of the heads */
+    int32_t failed;
+} vq_call;
+
+INLINE float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, e = (h >> 10) & 31u, m = h & 1023u, bits;
+    if (e == 0) {
+        float f = (float)m * 5.9604644775390625e-08f; /* 2^-24 */
+        return sign ? -f : f;
+    }
+    bits = sign | ((e == 31 ? 255u : e + 112u) << 23) | (m << 13);
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+INLINE float load_one(const void *p, int type, int64_t i) {
+    if (type == F32) return ((const float *)p)[i];
+    if (type == F16) return half_to_float(((const uint16_t *)p)[i]);
+    uint32_t bits = (uint32_t)((const uint16_t *)p)[i] << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+/* Channel of place p in plane order, for rows of `words` words of `bits`-bit codes. */
+INLINE int channel_of(int p, int words, int bits) {
+    if (32 % bits == 0) {
+        int plane = p / words, word = p % words;
+        return word * (32 / bits) + plane;
+    }
+    int lanes = words / bits, j = p / lanes, g = p % lanes; /* 32 codes in `bits` words */
+    return g * 32 + j;
+}
+
+/* Codes of one row, in plane order, as floats. `bits` is a constant after inlining. */
+INLINE void unpack_row(const uint32_t *restrict w, int words, int bits, float *restrict out) {
+    const uint32_t mask = bits == 32 ? ~0u : (1u << bits) - 1u;
+    if (32 % bits == 0) {
+        for (int i = 0; i < 32 / bits; i++)
+            for (int k = 0; k < words; k++)
+                out[i * words + k] = (float)(int32_t)((w[k] >> (i * bits)) & mask);
+    } else {
+        int lanes = words / bits;
+        for (int j = 0; j < 32; j++) {
+            int at = j * bits / 32, shift = j * bits % 32;
+            for (int g = 0; g < lanes; g++) {
+                uint32_t v = w[g * bits + at] >> shift;
+                if (shift + bits > 32) v |= w[g * bits + at + 1] << (32 - shift);
+                out[j * lanes + g] = (float)(int32_t)(v & mask);
+            }
+        }
+    }
+}
+
+#define FOR_BITS(bits, CALL) \
+    switch (bits) {          \
+    case 1: CALL(1); break;  \
+    case 2: CALL(2); break;  \
+    case 3: CALL(3); break;  \
+    case 4: CALL(4); break;  \
+    case 5: CALL(5); break;  \
+    case 6: CALL(6); break;  \
+    default: CALL(8); break; \
+    }
+
+/* Scale and bias of every place of a row in plane order are those of its word (or lane group). */
+INLINE void dequantize_row(const vq_run *r, int64_t data, int64_t scale, int bits,
+                           float *restrict out) {
+    const uint32_t *w = (const uint32_t *)r->data + data;
+    int words = r->width * bits / 32;
+    unpack_row(w, words, bits, out);
+    float s[MAX_DIM], b[MAX_DIM];
+    int span = 32 % bits == 0 ? words : words / bits; /* places of one plane */
+    int per = r->width / span;                         /* neighbouring channels of one place */
+    for (int k = 0; k < span; k++) {
+        int g = k * per / r->group;
+        s[k] = load_one(r->scale, r->type, scale + g);
+        b[k] = load_one(r->bias, r->type, scale + g);
+    }
+    for (int i = 0; i < per; i++)
+        for (int k = 0; k < span; k++)
+            out[i * span + k] = out[i * span + k] * s[k] + b[k];
+}
+
+/* Levels of one token, times its norm, in the plane order of its refinement plane. */
+INLINE void codebook_row(const vq_run *r, int64_t data, float norm, int bits,
+                         float *restrict out) {
+    const uint32_t *w = (const uint32_t *)r->data + data;
+    int lanes = r->width / 32, coarse = bits > 1 ? bits - 1 : 1;
+    const float *levels = r->levels;
+    if (bits == 1) {
+        float c = levels[1] * norm;
+        for (int i = 0; i < 32; i++)
+            for (int k = 0; k < lanes; k++)
+                out[i * lanes + k] = ((w[k] >> i) & 1u) ? c : -c;
+        return;
+    }
+    const uint32_t *fine = w + r->coarse_words;
+    if (bits == 2) { /* four symmetric levels are A*s + B*u with s, u = +-1 */
+        float a = (levels[3] + levels[2]) * norm, b = (levels[3] - levels[2]) * norm;
+        float base = -0.5f * (a + b);
+        for (int i = 0; i < 32; i++)
+            for (int k = 0; k < lanes; k++)
+                out[i * lanes + k] = base + a * (float)(int32_t)((w[k] >> i) & 1u) +
+                                     b * (float)(int32_t)((fine[k] >> i) & 1u);
+        return;
+    }
+    for (int j = 0; j < 32; j++) {
+        int at = j * coarse / 32, shift = j * coarse % 32;
+        uint32_t mask = (1u << coarse) - 1u;
+        for (int g = 0; g < lanes; g++) {
+            uint32_t v = w[g * coarse + at] >> shift;
+            if (shift + coarse > 32) v |= w[g * coarse + at + 1] << (32 - shift);
+            uint32_t code = ((v & mask) << 1) | ((fine[g] >> j) & 1u);
+            out[j * lanes + g] = levels[code] * norm;
+        }
+    }
+}
+
+/* How a run orders its channels: bits that give the plane order, 0 for natural order. */
+INLINE int order_bits(const vq_run *r) {
+    if (r->kind == AFFINE_TOKEN) return r->bits;
+    if (r->kind == CODEBOOK) return 1; /* 32 places a lane group, as 1-bit words */
+    return 0;
+}
+
+INLINE int place_channel(const vq_run *r, int p) {
+    int bits = order_bits(r);
+    if (bits == 0) return p;
+    return channel_of(p, r->width * bits / 32, bits);
+}
+
+INLINE void token_row(const vq_run *r, int b, int h, int t, float *restrict out) {
+    int64_t data = b * r->data_batch + h * r->data_head + t * r->data_row;
+    int64_t scale = b * r->scale_batch + h * r->scale_head + t * r->scale_row;
+    if (r->kind == PLAIN) {
+        if (r->type == F32) {
+            memcpy(out, (const float *)r->data + data, sizeof(float) * r->width);
+        } else {
+            for (int d = 0; d < r->width; d++) out[d] = load_one(r->data, r->type, data + d);
+        }
+    } else if (r->kind == CODEBOOK) {
+        float norm = load_one(r->scale, r->type, scale);
+#define CALL(n) codebook_row(r, data, norm, n, out)
+        FOR_BITS(r->bits, CALL)
+#undef CALL
+    } else {
+#define CALL(n) dequantize_row(r, data, scale, n, out)
+        FOR_BITS(r->bits, CALL)
+#undef CALL
+    }
+}
+
+/* ---- keys: scores of one head --------------------------------------------------------- */
+
+/* Token-major formats: unpack a token, then one dot product for each query row. */
+INLINE void scores_by_token(const vq_run *r, int b, int h, const float *restrict q, int rows,
+                            int dim, float *restrict scores, int64_t stride) {
+    float row[MAX_DIM], query[MAX_ROWS][MAX_DIM];
+    for (int i = 0; i < rows; i++)
+        for (int p = 0; p < r->width; p++) {
+            int d = place_channel(r, p);
+            query[i][p] = d < dim ? q[i * dim + d] : 0.0f;
+        }
+    for (int t = r->start; t < r->stop; t++) {
+        token_row(r, b, h, t, row);
+        for (int i = 0; i < rows; i++) {
+            float sum = 0.0f;
+            for (int p = 0; p < r->width; p++) sum += query[i][p] * row[p];
+            scores[i * stride + (t - r->start)] = sum;
+        }
+    }
+}
+
+/* Channel-major format: a channel's codes of BLOCK tokens at a time, all query rows at once. */
+INLINE void channel_block(const vq_run *r, int64_t data, int64_t scale, const float *restrict q,
+                          int rows, int dim, int bits, float (*restrict acc)[BLOCK]) {
+    int words = BLOCK * bits / 32;
+    int span = 32 % bits == 0 ? words : words / bits, per = BLOCK / span;
+    float x[BLOCK], s[BLOCK], bias[BLOCK];
+    for (int i = 0; i < rows; i++) memset(acc[i], 0, sizeof(float) * BLOCK);
+    for (int d = 0; d < dim; d++) {
+        const uint32_t *w = (const uint32_t *)r->data + data + d * r->data_row;
+        int64_t at = scale + d * r->scale_row;
+        unpack_row(w, words, bits, x);
+        for (int k = 0; k < span; k++) {
+            int g = k * per / r->group;
+            s[k] = load_one(r->scale, r->type, at + g);
+            bias[k] = load_one(r->bias, r->type, at + g);
+        }
+        for (int i = 0; i < per; i++)
+            for (int k = 0; k < span; k++) x[i * span + k] = x[i * span + k] * s[k] + bias[k];
+        for (int i = 0; i < rows; i++) {
+            float qd = q[i * dim + d];
+            for (int p = 0; p < BLOCK; p++) acc[i][p] += qd * x[p];
+        }
+    }
+}
+
+INLINE void scores_by_channel(const vq_run *r, int b, int h, const float *restrict q, int rows,
+                              int dim, float *restrict scores, int64_t stride) {
+    float acc[MAX_ROWS][BLOCK];
+    int words = BLOCK * r->bits / 32;
+    int64_t data = b * r->data_batch + h * r->data_head;
+    int64_t scale = b * r->scale_batch + h * r->scale_head;
+    for (int t = r->start; t < r->stop; t += BLOCK) {
+        int64_t at = data + (int64_t)t * r->bits / 32, sc = scale + t / r->group;
+#define CALL(n) channel_block(r, at, sc, q, rows, dim, n, acc)
+        FOR_BITS(r->bits, CALL)
+#undef CALL
+        int n = r->stop - t < BLOCK ? r->stop - t : BLOCK;
+        for (int p = 0; p < BLOCK; p++) {
+            int token = channel_of(p, words, r->bits);
+            if (token < n)
+                for (int i = 0; i < rows; i++)
+                    scores[i * stride + (t - r->start) + token] = acc[i][p];
+        }
+    }
+}
+
+/* ---- values: weighted sums of one head ------------------------------------------------ */
+
+INLINE void mix_by_token(const vq_run *r, int b, int h, const float *restrict w, int64_t stride,
+                         int rows, int dim, float *restrict out) {
+    float row[MAX_DIM], sum[MAX_ROWS][MAX_DIM];
+    for (int i = 0; i < rows; i++) memset(sum[i], 0, sizeof(float) * r->width);
+    for (int t = r->start; t < r->stop; t++) {
+        token_row(r, b, h, t, row);
+        for (int i = 0; i < rows; i++) {
+            float weight = w[i * stride + (t - r->start)];
+            for (int p = 0; p < r->width; p++) sum[i][p] += weight * row[p];
+        }
+    }
+    for (int i = 0; i < rows; i++)
+        for (int p = 0; p < r->width; p++) {
+            int d = place_channel(r, p);
+            if (d < dim) out[i * dim + d] += sum[i][p];
+        }
+}
+
+/* exp for x <= 0 in fp32, 2 ulp; a loop over it becomes vector code, calls of expf do not. */
+INLINE float exp_down(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    int32_t whole = (int32_t)(x * 1.44269504088896341f - 0.5f); /* x <= 0: rounds to nearest */
+    float n = (float)whole;
+    float f = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f;
+    p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f;
+    p = p * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.0f;
+    uint32_t bits = (uint32_t)(whole + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return p * scale;
+}
+
+/* ---- one head ------------------------------------------------------------------------- */
+
+INLINE void soften(float *restrict scores, int64_t n, const float *sink) {
+    float peak = sink ? *sink : -INFINITY;
+    for (int64_t t = 0; t < n; t++) peak = scores[t] > peak ? scores[t] : peak;
+    if (peak == -INFINITY) peak = 0.0f;
+    float norm = sink ? exp_down(*sink - peak) : 0.0f;
+    for (int64_t t = 0; t < n; t++) {
+        float down = scores[t] - peak;
+        float e = down > -87.0f ? exp_down(down) : 0.0f;
+        scores[t] = e;
+        norm += e;
+    }
+    float inverse = norm > 0.0f ? 1.0f / norm : 0.0f;
+    for (int64_t t = 0; t < n; t++) scores[t] *= inverse;
+}
+
+CLONES static void attend_head(const vq_call *c, int b, int h, float *restrict scores) {
+    int64_t stride = c->tokens, head = (int64_t)b * c->heads + h;
+    int64_t at = 0;
+    for (int k = 0; k < c->n_keys; k++) {
+        const vq_run *r = &c->keys[k];
+        const float *q = r->q + head * c->rows * c->k_dim;
+        if (r->kind == AFFINE_CHANNEL)
+            scores_by_channel(r, b, h, q, c->rows, c->k_dim, scores + at, stride);
+        else
+            scores_by_token(r, b, h, q, c->rows, c->k_dim, scores + at, stride);
+        at += r->stop - r->start;
+    }
+    for (int i = 0; i < c->rows; i++) {
+        float *row = scores + i * stride;
+        if (c->causal) {
+            int64_t seen = c->tokens - c->length + i % c->length + 1;
+            for (int64_t t = seen; t < c->tokens; t++) row[t] = -INFINITY;
+        }
+        soften(row, c->tokens, c->sinks ? c->sinks + h * c->rows + i : NULL);
+    }
+    at = 0;
+    for (int v = 0; v < c->n_values; v++) {
+        const vq_run *r = &c->values[v];
+        float *out = r->out + head * c->rows * c->v_dim;
+        mix_by_token(r, b, h, scores + at, stride, c->rows, c->v_dim, out);
+        at += r->stop - r->start;
+    }
+}
+
+static void *attend_part(void *argument) {
+    vq_call *c = (vq_call *)argument;
+    float *scores = (float *)malloc(sizeof(float) * (size_t)c->rows * (size_t)c->tokens);
+    if (!scores) {
+        c->failed = 1;
+        return NULL;
+    }
+    for (int i = c->part; i < c->batch * c->heads; i += c->parts)
+        attend_head(c, i / c->heads, i % c->heads, scores);
+    free(scores);
+    return NULL;
+}
+
+/* 0 when done; 1 for a shape this file does not take; 2 when memory ran out. */
+int vq_attend(const vq_call *call, int threads) {
+    if (call->rows < 1 || call->rows > MAX_ROWS || call->tokens < 1 || call->length < 1) return 1;
+    for (int k = 0; k < call->n_keys + call->n_values; k++) {
+        const vq_run *r = k < call->n_keys ? &call->keys[k] : &call->values[k - call->n_keys];
+        if (r->width < 1 || r->width > MAX_DIM) return 1;
+        if (r->kind == AFFINE_CHANNEL && (k >= call->n_keys || r->start % BLOCK)) return 1;
+        if (r->kind == CODEBOOK && (r->bits < 1 || r->bits > 8)) return 1;
+    }
+    int heads = call->batch * call->heads;
+    if (threads > heads) threads = heads;
+    if (threads < 2) {
+        vq_call one = *call;
+        one.part = 0, one.parts = 1, one.failed = 0;
+        attend_part(&one);
+        return one.failed ? 2 : 0;
+    }
+    if (threads > 8) threads = 8;
+    vq_call parts[8];
+    pthread_t ids[8];
+    int started[8] = {0}, failed = 0;
+    for (int i = 0; i < threads; i++) {
+        parts[i] = *call;
+        parts[i].part = i, parts[i].parts = threads, parts[i].failed = 0;
+        if (i > 0) started[i] = pthread_create(&ids[i], NULL, attend_part, &parts[i]) == 0;
+    }
+    attend_part(&parts[0]);
+    for (int i = 1; i < threads; i++) {
+        if (started[i])
+            pthread_join(ids[i], NULL);
+        else
+            attend_part(&parts[i]);
+        failed |= parts[i].failed;
+    }
+    return failed || parts[0].failed ? 2 : 0;
+}
+
+/* Sizes of the structures, so that a caller built against another layout notices. */
+int vq_abi(void) { return (int)(sizeof(vq_run) * 1000 + sizeof(vq_call)); }

@@ -1,0 +1,68 @@
+"""One attention step through the compiled kernel: gather, evaluate, call, rotate back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from veloxquant.kernels import dispatch, native
+from veloxquant.kernels.native import NativeRun
+
+
+def attend_native(
+    q: mx.array,
+    keys: Sequence[Any],
+    values: Sequence[Any],
+    *,
+    v_dim: int,
+    length: int,
+    causal: bool,
+    sinks: mx.array | None,
+) -> mx.array | None:
+    """Attention of folded queries (B, H, M, D), scaled, in fp32; None if a run has no such form.
+
+    The kernel reads the buffers where they are, so everything is evaluated first: on the CPU this
+    costs a synchronisation a layer and saves more than it costs.
+    """
+    key_runs = [run.native() for run in keys]
+    value_runs = [run.native() for run in values]
+    runs: list[NativeRun] = [r for r in (*key_runs, *value_runs) if r is not None]
+    if len(runs) < len(key_runs) + len(value_runs):
+        return None
+    turned: dict[int, mx.array] = {}
+    for run in key_runs:
+        assert run is not None
+        if id(run.basis) not in turned:
+            turned[id(run.basis)] = q if run.basis is None else run.basis.rotate_query(q)  # type: ignore[attr-defined]
+    turned = {key: mx.contiguous(a) for key, a in turned.items()}
+    arrays = [a for r in runs for a in (r.data, r.scale, r.bias) if a is not None]
+    edge = None if sinks is None else mx.contiguous(sinks[0, :, :, 0])
+    mx.eval(*turned.values(), *arrays, *([] if edge is None else [edge]))
+    queries = {key: np.asarray(a) for key, a in turned.items()}
+    batch, heads, rows, _ = q.shape
+    outs: dict[int, np.ndarray] = {}
+    for run in value_runs:
+        assert run is not None
+        outs.setdefault(id(run.basis), np.zeros((batch, heads, rows, v_dim), dtype=np.float32))
+    elements = sum((r.stop - r.start) * r.width for r in runs) * batch * heads
+    native.attend(
+        [queries[id(r.basis)] for r in key_runs if r is not None],
+        [r for r in key_runs if r is not None],
+        [r for r in value_runs if r is not None],
+        [outs[id(r.basis)] for r in value_runs if r is not None],
+        length=length,
+        causal=causal,
+        sinks=None if edge is None else np.asarray(edge),
+        threads=dispatch.threads(elements),
+    )
+    total: mx.array | None = None
+    bases = {id(r.basis): r.basis for r in value_runs if r is not None}
+    for key, out in outs.items():
+        part = mx.array(out)
+        if bases[key] is not None:
+            part = bases[key].unrotate(part)  # type: ignore[attr-defined]
+        total = part if total is None else total + part
+    return total
