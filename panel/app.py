@@ -78,7 +78,11 @@ class PanelApp(Operate, Scout, App[int]):
     """Draws one immutable `view`; screens are told when it or the local knowledge changes."""
 
     TITLE = "VeloxQuant"
-    CSS_PATH = "screens/base.tcss"
+    # all at once: a sheet added later makes Textual parse every sheet again
+    CSS_PATH = [  # noqa: RUF012 - as Textual declares it
+        f"screens/{name}.tcss"
+        for name in ("base", "first_look", "models", "fit", "run", "chat", "logs", "profile")
+    ]
     ENABLE_COMMAND_PALETTE = True
     COMMANDS: ClassVar[set[Any]] = {ActionProvider}
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("app")]

@@ -77,7 +77,6 @@ class ChatScreen(AreaScreen):
     """Draws the desk of the app; owns nothing that matters."""
 
     AREA = "chat"
-    CSS_PATH = "chat.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("chat")]
 
     def __init__(self) -> None:

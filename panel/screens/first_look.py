@@ -41,7 +41,6 @@ class FirstLook(AreaScreen):
     """Shown on start while no server runs; one key starts the proposal."""
 
     AREA = "first"
-    CSS_PATH = "first_look.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("first")]
 
     def body(self) -> ComposeResult:

@@ -45,7 +45,6 @@ class FitScreen(AreaScreen):
     """The method table; `+` and `-` change the context, enter starts."""
 
     AREA = "fit"
-    CSS_PATH = "fit.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("fit")]
 
     def __init__(self) -> None:

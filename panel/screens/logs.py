@@ -21,7 +21,6 @@ class LogsScreen(AreaScreen):
     """The log as the supervisor keeps it, newest at the bottom."""
 
     AREA = "logs"
-    CSS_PATH = "logs.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("logs")]
 
     def body(self) -> ComposeResult:

@@ -55,7 +55,6 @@ class ModelsScreen(AreaScreen):
     """The list, a filter, and what is known about the picked one."""
 
     AREA = "models"
-    CSS_PATH = "models.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("models")]
 
     def __init__(self) -> None:

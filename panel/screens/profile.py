@@ -43,7 +43,6 @@ class ProfileScreen(AreaScreen):
     """The table of the newest profile event."""
 
     AREA = "profile"
-    CSS_PATH = "profile.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("profile")]
 
     def __init__(self) -> None:

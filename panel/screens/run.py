@@ -38,7 +38,6 @@ class RunScreen(AreaScreen):
     """One page a state of the server."""
 
     AREA = "run"
-    CSS_PATH = "run.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("run")]
 
     def __init__(self) -> None:
