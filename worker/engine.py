@@ -22,7 +22,7 @@ from veloxquant.worker.audit import audit
 from veloxquant.worker.batch import Batch, Token
 from veloxquant.worker.faults import WorkerFault
 from veloxquant.worker.gauges import look
-from veloxquant.worker.jobs import Delta, Failure, Finish, Job, TokenLogprob
+from veloxquant.worker.jobs import Delta, Failure, Finish, Job, Refused, TokenLogprob
 from veloxquant.worker.ledger import Ledger
 from veloxquant.worker.meter import Meter, Reading
 from veloxquant.worker.sampling import top_of
@@ -34,15 +34,9 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.25
 _IDLE_SECONDS = 0.25
-
-
-class Refused(Exception):
-    """Raised when a request cannot be taken; `failure` is what the client is told."""
-
-    def __init__(self, failure: Failure, retry_after: int | None = None) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-        self.retry_after = retry_after
+_TIGHT = Failure(503, "out_of_memory", "Memory is nearly used up; try again shortly.")
+_OUT_OF_MEMORY = Failure(503, "out_of_memory", "The server ran out of memory.")
+_STOPPING = Failure(503, "stopping", "The server is stopping.")
 
 
 class Engine(threading.Thread):
@@ -99,10 +93,7 @@ class Engine(threading.Thread):
             if not self._accepting:
                 raise self._refuse(job, self.refusal)
             if self._is_tight:
-                raise self._refuse(
-                    job,
-                    Failure(503, "out_of_memory", "Memory is nearly used up; try again shortly."),
-                )
+                raise self._refuse(job, _TIGHT)
             try:
                 self._admission.offer(job)
             except QueueFullError as error:
@@ -182,7 +173,7 @@ class Engine(threading.Thread):
         finally:
             with self._wake:
                 self._accepting = False
-            self._fail_all(Failure(503, "stopping", "The server is stopping."))
+            self._fail_all(_STOPPING)
             mx.clear_streams()  # MLX aborts at exit when a thread leaves its streams behind
 
     def _new_batch(self) -> Batch:
@@ -342,10 +333,7 @@ class Engine(threading.Thread):
         if self._meter.is_hard(reading) and self._rows:
             largest = max(self._rows.values(), key=lambda job: job.held_tokens)
             logger.error("Over the memory limit: request %s ends", largest.id)
-            self._end(
-                largest,
-                Delta(failure=Failure(503, "out_of_memory", "The server ran out of memory.")),
-            )
+            self._end(largest, Delta(failure=_OUT_OF_MEMORY))
         return reading
 
 

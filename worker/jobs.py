@@ -51,6 +51,15 @@ class Failure(NamedTuple):
     message: str
 
 
+class Refused(Exception):
+    """Raised when a request cannot be taken; `failure` is what the client is told."""
+
+    def __init__(self, failure: Failure, retry_after: int | None = None) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+        self.retry_after = retry_after
+
+
 @dataclass(slots=True)
 class Delta:
     """News about a job: pieces of text, or its end (`finish`, `failure` or `cancelled`)."""

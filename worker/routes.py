@@ -13,9 +13,9 @@ from aiohttp import web
 import veloxquant
 from veloxquant.supervisor.messages import LaunchSpec
 from veloxquant.worker import metrics, prompts
-from veloxquant.worker.engine import Engine, Refused
+from veloxquant.worker.engine import Engine
 from veloxquant.worker.guard import Guard, error_body, error_response
-from veloxquant.worker.jobs import Delta, Failure, Job
+from veloxquant.worker.jobs import Delta, Failure, Job, Refused
 from veloxquant.worker.schemas import (
     MAX_BODY_BYTES,
     BadRequestError,
@@ -46,7 +46,6 @@ class Api:
         self._guard = guard
         # one thread: tokenizers may not be used by two at once
         self._prompts = ThreadPoolExecutor(1, "prompts")
-        self._unknown: set[str] = set()
         self.serving: Serving | None = None
         self.created = 0
 

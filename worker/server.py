@@ -15,6 +15,7 @@ import psutil
 
 import veloxquant
 from veloxquant.supervisor.messages import (
+    PROTOCOL_MAJOR,
     Accepted,
     Beat,
     Command,
@@ -25,6 +26,7 @@ from veloxquant.supervisor.messages import (
     Launch,
     LaunchSpec,
     ProtocolError,
+    Refuse,
     StopArgs,
     args_of,
 )
@@ -42,6 +44,7 @@ class Worker:
     """One serving process at the end of a link."""
 
     def __init__(self, sock: socket.socket, deadman: DeadMan) -> None:
+        sock.set_inheritable(False)
         self._deadman = deadman
         self._link = Link(sock, self._on_message, self._on_end)
         self._launches: queue.Queue[Launch] = queue.Queue(1)
@@ -87,6 +90,8 @@ class Worker:
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Beat):
             self._deadman.feed()
+        elif isinstance(message, Hello) and message.major != PROTOCOL_MAJOR:
+            self._link.send(Refuse(f"protocol {message.major} is not {PROTOCOL_MAJOR}"))
         elif isinstance(message, Launch):
             if not self._launches.full():
                 self._launches.put_nowait(message)
@@ -213,6 +218,7 @@ def _listener(launch: Launch) -> socket.socket:
             raise WorkerFault(
                 "port_taken", f"{launch.spec.host}:{launch.spec.port}: {error.strerror}"
             ) from error
+    sock.set_inheritable(False)
     sock.setblocking(False)
     return sock
 

@@ -8,8 +8,7 @@ import pytest
 
 from veloxquant.supervisor.messages import Request
 from veloxquant.worker.admission import MAX_WAITING
-from veloxquant.worker.engine import Refused
-from veloxquant.worker.jobs import Failure, Sampling
+from veloxquant.worker.jobs import Failure, Refused, Sampling
 from veloxquant.worker.meter import Reading
 
 PROMPTS = (
