@@ -238,6 +238,8 @@ def _attend_chunks(
             edge = sinks.reshape(batch, n_kv, repeat, length, 1)[:, :, :, start:stop]
             edge = edge.reshape(batch, n_kv, repeat * (stop - start), 1)
         part = _online_softmax(rows, keys, values, bias.narrowed(start, stop), edge)
+        if stop < length:
+            mx.eval(part)
         outs.append(part.reshape(batch, n_kv, repeat, stop - start, -1))
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=3)
     return out.reshape(batch, n_kv, repeat * length, -1)
@@ -258,8 +260,6 @@ def _online_softmax(
         if bias.hides(start):
             break
         stop = min(start + TILE_TOKENS, bias.total)
-        # Ties each tile to the one before, so that one decoded tile is alive at a time.
-        q, peak = mx.depends([q, peak], [out])
         scores = q @ decode_range(keys, start, stop, q.dtype).swapaxes(-1, -2)
         scores = bias.apply(scores.astype(mx.float32), start, stop)
         new_peak = mx.maximum(peak, scores.max(axis=-1, keepdims=True))
@@ -270,4 +270,7 @@ def _online_softmax(
         rows = decode_range(values, start, stop, q.dtype)
         out = out * shrink + (weights.astype(q.dtype) @ rows).astype(mx.float32)
         peak = new_peak
+        if stop < bias.total:
+            # MLX runs ahead by many operations, each with its buffers; this keeps one tile alive.
+            mx.eval(out, norm, peak)
     return out / mx.maximum(norm, 1e-30)
