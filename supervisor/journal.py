@@ -168,10 +168,13 @@ class Journal:
         return None, found
 
     def barred(self, spec: LaunchSpec) -> bool:
-        """Whether this specification must not be started without a user's command."""
+        """Whether this specification must not be started without a user's command.
+
+        It was given up, the machine restarted under it, or it ended badly twice in a row.
+        """
         name = spec_hash(spec)
-        ends = [r for r in self.records if r.spec_hash == name and r.end is not None and not r.seen]
-        if ends and (ends[-1].given_up or ends[-1].outcome == "reboot"):
+        ends = [r for r in self.records if r.spec_hash == name and r.end is not None]
+        if ends and not ends[-1].seen and (ends[-1].given_up or ends[-1].outcome == "reboot"):
             return True
         return len(ends) >= 2 and all(r.outcome not in _CLEAN for r in ends[-2:])
 

@@ -51,6 +51,9 @@ def test_give_up_survives_and_a_command_ends_it(path):
 def test_two_unclean_ends_bar_and_a_clean_one_does_not(path):
     run(path)
     assert not Journal(path).barred(SPEC)
+    journal = Journal(path)
+    journal.acknowledge()
+    journal.save()
     run(path)
     assert Journal(path).barred(SPEC)
     run(path, outcome="stopped")

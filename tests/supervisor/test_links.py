@@ -116,6 +116,8 @@ async def test_worker_that_breaks_the_protocol_is_named(far, frame, says):
 
 
 async def test_stream_that_ends_inside_a_frame_is_a_death_not_a_lie(far):
+    for _ in range(2):  # unread data would turn the end into a reset
+        await far.next()
     far.writer.write(pack(HELLO) + pack(Beat(1.0))[:-2])
     far.writer.close()
     await asyncio.wait_for(far.run, 5)
