@@ -14,6 +14,7 @@ from veloxquant.cache.plans import (
     StreamPlan,
     Trailing,
     WholeBlocks,
+    exact_workspace,
     workspace,
 )
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
@@ -109,7 +110,11 @@ def kept_held(shape: LayerShape, tokens: int, rows: int, *, positions: bool, pro
     if positions:
         nbytes += shape.n_kv_heads * capacity * POSITION_BYTES
     peak_rows = tokens if prompt else min(tokens, rows + PREFILL_CHUNK)
-    peak = max(nbytes, shape.full_bytes(peak_rows)) + workspace(shape, peak_rows, PREFILL_CHUNK)
+    room = exact_workspace(shape, peak_rows, PREFILL_CHUNK)
+    if rows < tokens and not prompt:
+        # Sinks apart from the window are read tile by tile.
+        room = max(room, workspace(shape, peak_rows, PREFILL_CHUNK))
+    peak = max(nbytes, shape.full_bytes(peak_rows)) + room
     return Held(nbytes, rows, peak)
 
 
