@@ -8,6 +8,7 @@ import mlx.core as mx
 from veloxquant.cache.batch import RowBatch
 from veloxquant.cache.builder import build_layer
 from veloxquant.cache.persist import _flatten
+from veloxquant.cache.probe import LayerReport, ModelPlan
 from veloxquant.cache.table import TABLE, MethodRow
 from veloxquant.cache.view import CacheView
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -177,6 +178,18 @@ def walk_arrays(*roots: Any) -> Iterator[mx.array]:
             todo.extend(one)
         elif type(one).__module__.startswith("veloxquant."):
             todo.extend(getattr(one, "__dict__", {}).values())
+
+
+def plan_of(shape: LayerShape, layers: int) -> ModelPlan:
+    """The plan of a model that is nothing but plain attention caches."""
+    from mlx_lm.models.cache import KVCache
+
+    class Model:
+        def make_cache(self) -> list[Any]:
+            return [KVCache() for _ in range(layers)]
+
+    reports = [LayerReport((i,), "compressed", "full attention", shape) for i in range(layers)]
+    return ModelPlan(Model(), reports, "views")
 
 
 class Ragged:

@@ -18,6 +18,7 @@ from cache_lab import (
     feed,
     held_rows,
     new_cache,
+    plan_of,
     random_tokens,
     roomy_config,
     same,
@@ -29,7 +30,6 @@ from cache_lab import (
 )
 
 from veloxquant.cache.persist import load_caches, save_caches
-from veloxquant.cache.probe import LayerReport, ModelPlan
 from veloxquant.cache.table import MethodRow, held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import VecInferOptions
@@ -372,18 +372,6 @@ def test_a_state_goes_on_as_its_owner_would(row: MethodRow) -> None:
     same_state(twin, cache)
 
 
-def plan_of(row: MethodRow, tokens: Tokens, layers: int) -> ModelPlan:
-    from mlx_lm.models.cache import KVCache
-
-    class Model:
-        def make_cache(self) -> list[Any]:
-            return [KVCache() for _ in range(layers)]
-
-    shape = shape_of(tokens)
-    reports = [LayerReport((i,), "compressed", "full attention", shape) for i in range(layers)]
-    return ModelPlan(Model(), reports, "views")
-
-
 @every_row
 def test_a_saved_cache_attends_alike(row: MethodRow, tmp_path: Any) -> None:
     layers = [random_tokens(T + 1, seed=27), random_tokens(T + 1, seed=28)]
@@ -393,14 +381,14 @@ def test_a_saved_cache_attends_alike(row: MethodRow, tmp_path: Any) -> None:
     nbytes = save_caches(tmp_path / "one", caches, config)
     assert [p.name for p in tmp_path.iterdir()] == ["one"]
     assert nbytes <= sum(c.nbytes for c in caches)
-    loaded = load_caches(tmp_path / "one", plan_of(row, layers[0], 2), config)
+    loaded = load_caches(tmp_path / "one", plan_of(shape_of(layers[0]), 2), config)
     for cache, back in zip(caches, loaded, strict=True):
         assert back.offset == cache.offset
         same_state(back, cache)
         assert worst(feed(back, more, 1), feed(cache, more, 1)) < 1e-5
         same_state(back, cache)
     with pytest.raises(CacheStateError, match="2 layers, this model has 3"):
-        load_caches(tmp_path / "one", plan_of(row, layers[0], 3), config)
+        load_caches(tmp_path / "one", plan_of(shape_of(layers[0]), 3), config)
 
 
 # ---- what is said about a cache -------------------------------------------------------------

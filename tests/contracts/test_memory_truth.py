@@ -1,0 +1,273 @@
+"""Bytes claimed against bytes that MLX really holds, for every ready row of the method table.
+
+The recipe: a twin cache warms shared constants up; inputs are made inside the loop, only the output
+of a call is evaluated, and both are dropped. So nothing but the cache can keep memory alive.
+"""
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from cache_lab import (
+    NAMES,
+    READY,
+    Ragged,
+    Tokens,
+    attend,
+    new_cache,
+    pieces,
+    plan_of,
+    random_tokens,
+    roomy_config,
+    shape_of,
+    walk_arrays,
+)
+
+from veloxquant.cache.persist import load_caches, save_caches
+from veloxquant.cache.plans import PREFILL_CHUNK
+from veloxquant.cache.table import MethodRow, held
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.quantizers.sizes import LayerShape
+
+pytestmark = pytest.mark.timeout(300)
+every_row = pytest.mark.parametrize("row", READY, ids=NAMES)
+
+SLACK = 64 << 10
+PER_ARRAY = 0 if mx.default_device() == mx.cpu else 16 << 10
+"""Metal rounds buffers up to pages."""
+STEPS = 300
+
+WIDE = LayerShape(8, 8, 128, 128)
+SMOLLM2 = LayerShape(9, 3, 64, 64)
+NARROW = LayerShape(1, 1, 128, 128)
+shapes = pytest.mark.parametrize("shape", [WIDE, SMOLLM2], ids=["8x128", "smollm2"])
+
+
+def made(shape: LayerShape, length: int, seed: int, batch: int = 1) -> Tokens:
+    return random_tokens(
+        length,
+        seed=seed,
+        batch=batch,
+        heads=shape.n_kv_heads,
+        repeat=shape.n_q_heads // shape.n_kv_heads,
+        k_dim=shape.k_dim,
+        v_dim=shape.v_dim,
+        dtype=mx.bfloat16 if shape.itemsize == 2 else mx.float32,
+    )
+
+
+def settled() -> int:
+    """Active bytes once nothing is running and garbage is gone."""
+    gc.collect()
+    mx.synchronize()
+    return mx.get_active_memory()
+
+
+def prompt(cache: Any, shape: LayerShape, length: int, seed: int = 0) -> None:
+    for start, stop in pieces(length, PREFILL_CHUNK):
+        mx.eval(attend(cache, made(shape, stop - start, seed + start)))
+
+
+def decode(cache: Any, shape: LayerShape, steps: int, batch: int = 1, seed: int = 0) -> None:
+    for i in range(steps):
+        mx.eval(attend(cache, made(shape, 1, seed + 100_000 + i, batch)))
+
+
+def warmed(config: KVCacheConfig, shape: LayerShape) -> None:
+    """Everything that caches of one configuration share, made and kept."""
+    twin = new_cache(config, shape)
+    prompt(twin, shape, 200)
+    decode(twin, shape, 2)
+    copy.deepcopy(twin)
+    mx.eval([*walk_arrays(twin)])
+
+
+def assert_two_sided(cache: Any, base: int) -> None:
+    """Every array evaluated: what is held is what is said, neither more nor less."""
+    arrays = list(walk_arrays(cache))
+    mx.eval(arrays)
+    slack = SLACK + PER_ARRAY * len(arrays)
+    del arrays
+    growth, said = settled() - base, cache.nbytes
+    assert abs(growth - said) <= 0.05 * said + slack, f"says {said:,}, holds {growth:,}"
+
+
+def one_step(shape: LayerShape, batch: int = 1) -> int:
+    """Bytes of the queries, keys, values and output of one token of each row."""
+    heads = shape.n_q_heads + shape.n_kv_heads
+    return batch * heads * (shape.k_dim + shape.v_dim) * shape.itemsize
+
+
+def check_recipe(row: MethodRow, shape: LayerShape, length: int, steps: int) -> Any:
+    config = roomy_config(row, head_dim=shape.k_dim)
+    warmed(config, shape)
+    base = settled()
+    mx.reset_peak_memory()
+    cache = new_cache(config, shape)
+    prompt(cache, shape, length)
+    bound, really = held(config, shape, length).peak, mx.get_peak_memory() - base
+    assert really <= bound, f"peak {really:,} over the bound {bound:,}"
+    decode(cache, shape, steps)
+    growth = settled() - base
+    assert growth <= 1.05 * cache.nbytes + SLACK + one_step(shape), (growth, cache.nbytes)
+    assert_two_sided(cache, base)
+    return cache
+
+
+# ---- the recipe -----------------------------------------------------------------------------
+
+
+@every_row
+@shapes
+def test_a_cache_holds_what_it_says(row: MethodRow, shape: LayerShape) -> None:
+    cache = check_recipe(row, shape, 1_088, STEPS)
+    assert cache.offset == 1_088 + STEPS
+
+
+@pytest.mark.slow
+@every_row
+@shapes
+def test_a_long_cache_holds_what_it_says(row: MethodRow, shape: LayerShape) -> None:
+    check_recipe(row, shape, 4_096, STEPS)
+
+
+@every_row
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="Metal keeps other temporaries")
+def test_the_peak_of_a_prompt_is_bounded_and_the_bound_says_something(row: MethodRow) -> None:
+    shape = SMOLLM2._replace(itemsize=4)
+    config = roomy_config(row, head_dim=64)
+    peaks = []
+    for length in (1_536, 2_560):
+        cache = new_cache(config, shape)
+        warmed(config, shape)
+        base = settled()
+        mx.reset_peak_memory()
+        prompt(cache, shape, length)
+        bound, really = held(config, shape, length).peak, mx.get_peak_memory() - base
+        assert really <= bound <= 2 * really, f"{bound:,} for {really:,}"
+        peaks.append(really - cache.nbytes)
+    if held(config, shape, 2_560).peak < 1.2 * held(config, shape, 1_536).peak:
+        assert peaks[1] <= 1.2 * peaks[0], "history must be read tile by tile"
+
+
+LENGTHS = (1_088, 300, 650)
+
+
+def check_batch(row: MethodRow, shape: LayerShape, lengths: tuple[int, ...], steps: int) -> None:
+    config = roomy_config(row, head_dim=shape.k_dim)
+    warmed(config, shape)
+    base = settled()
+    prompts = [made(shape, n, seed) for seed, n in enumerate(lengths)]
+    ragged = Ragged(config, prompts)
+    ragged.prompt(PREFILL_CHUNK)
+    batch = ragged.batch
+    del ragged, prompts
+    decode(batch, shape, steps, batch=len(lengths))
+    growth = settled() - base
+    step = one_step(shape, len(lengths))
+    assert growth <= 1.05 * batch.nbytes + SLACK + step, (growth, batch.nbytes)
+    assert_two_sided(batch, base)
+    for one, length in zip(batch.rows, lengths, strict=True):
+        assert one.offset == length + steps
+
+
+@every_row
+def test_ragged_rows_hold_what_they_say(row: MethodRow) -> None:
+    check_batch(row, SMOLLM2, LENGTHS, 100)
+
+
+@pytest.mark.slow
+@every_row
+@shapes
+def test_long_ragged_rows_hold_what_they_say(row: MethodRow, shape: LayerShape) -> None:
+    check_batch(row, shape, (4_096, 300, 2_100), STEPS)
+
+
+# ---- copies and files -----------------------------------------------------------------------
+
+
+@every_row
+def test_a_copy_holds_what_it_says_once_both_have_written(row: MethodRow) -> None:
+    config = roomy_config(row, head_dim=64)
+    warmed(config, SMOLLM2)
+    base = settled()
+    cache = new_cache(config, SMOLLM2)
+    prompt(cache, SMOLLM2, 700)
+    decode(cache, SMOLLM2, 2)
+    mx.eval([*walk_arrays(cache)])
+    alone = settled() - base
+    twin = copy.deepcopy(cache)
+    assert settled() - base <= alone + SLACK, "a copy shares until one of both writes"
+    decode(cache, SMOLLM2, 40, seed=1)
+    decode(twin, SMOLLM2, 40, seed=2)
+    both = [*walk_arrays(cache, twin)]
+    mx.eval(both)
+    del both
+    growth, said = settled() - base, cache.nbytes + twin.nbytes
+    assert abs(growth - said) <= 0.05 * said + 2 * SLACK, (growth, said)
+
+
+@every_row
+def test_a_loaded_cache_holds_what_it_says(row: MethodRow, tmp_path: Any) -> None:
+    config = roomy_config(row, head_dim=64)
+    cache = new_cache(config, SMOLLM2)
+    prompt(cache, SMOLLM2, 700)
+    decode(cache, SMOLLM2, 2)
+    written = save_caches(tmp_path / "one", [cache], config)
+    assert written <= cache.nbytes
+    assert written <= (tmp_path / "one").stat().st_size <= written + SLACK
+    plan = plan_of(shape_of(made(SMOLLM2, 1, 0)), 1)
+    base = settled()
+    back = load_caches(tmp_path / "one", plan, config)[0]
+    assert_two_sided(back, base)
+    decode(back, SMOLLM2, 40)
+    assert_two_sided(back, base)
+
+
+@every_row
+@pytest.mark.parametrize("n", [1, 130, 700])
+def test_rewinding_gives_memory_back(row: MethodRow, n: int) -> None:
+    config = roomy_config(row, head_dim=64)
+    warmed(config, SMOLLM2)
+    base = settled()
+    cache = new_cache(config, SMOLLM2)
+    prompt(cache, SMOLLM2, 500)
+    cache.trim(n)
+    assert_two_sided(cache, base)
+
+
+# ---- what compression comes to --------------------------------------------------------------
+
+
+def ratio_while_fed(
+    method: str, start: int, stop: int, check: Callable[[int, float], None]
+) -> None:
+    """K and V together against 16 bits, counted at every length, one token at a time."""
+    config = KVCacheConfig(method=method)
+    cache = new_cache(config, NARROW)
+    prompt(cache, NARROW, start)
+    cache.commit()
+    check(start, NARROW.full_bytes(start) / cache.nbytes)
+    for length in range(start + 1, stop + 1):
+        token = made(NARROW, 1, length)
+        cache.update_and_fetch(token.keys, token.values)
+        check(length, NARROW.full_bytes(length) / cache.nbytes)
+        if length % 20 == 0:
+            mx.eval([*walk_arrays(cache)])
+
+
+def test_kivi_saves_what_it_promises_at_every_length() -> None:
+    def check(length: int, ratio: float) -> None:
+        assert ratio >= (4.9 if length == 4_096 else 4.5), (length, ratio)
+
+    ratio_while_fed("kivi", 4_096, 4_700, check)
+
+
+def test_turboquant_rvq_saves_what_it_promises_at_every_length() -> None:
+    def check(length: int, ratio: float) -> None:
+        assert ratio >= 7.0, (length, ratio)
+
+    ratio_while_fed("turboquant_rvq", 4_096, 4_300, check)
