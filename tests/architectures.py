@@ -4,6 +4,8 @@ The table covers every cache class and every kind of attention that mlx-lm's mod
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -142,7 +144,8 @@ TABLE: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {
         "model_type": "falcon_h1", "mamba_d_ssm": 256, "mamba_d_head": 64, "mamba_n_heads": 4,
-        "mamba_d_state": 32,
+        "mamba_d_state": 32, "lm_head_multiplier": 1.0, "attention_in_multiplier": 1.0,
+        "attention_out_multiplier": 1.0, "key_multiplier": 1.0, "embedding_multiplier": 1.0,
     },
     # no attention at all
     "mamba2": {
@@ -169,14 +172,26 @@ def tiny(name: str, seed: int = 0, dtype: str = "float32") -> Any:
     for path, value in tree_flatten(model.parameters()):
         if not mx.issubdtype(value.dtype, mx.floating):
             continue
+        key, sub = mx.random.split(key)
         if value.ndim >= 2:
-            key, sub = mx.random.split(key)
             value = mx.random.normal(value.shape, key=sub) * (1.5 / value.shape[-1] ** 0.5)
+        elif path.endswith("sinks"):
+            value = mx.random.normal(value.shape, key=sub) * 2 + 2
         weights.append((path, value.astype(getattr(mx, dtype))))
     model.update(tree_unflatten(weights))
     model.eval()
     mx.eval(model.parameters())
     return model
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run graphs as they are: on the CPU, MLX compiles fused ones with a C++ compiler first."""
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:
