@@ -21,6 +21,8 @@ def _apply_look() -> None:
     settings = load_settings()
     os.environ["VELOXQUANT_LOOK_THEME"] = settings.value("look.theme")
     os.environ["VELOXQUANT_LOOK_ASCII"] = "1" if settings.value("look.ascii") else "0"
+    if "SSH_CONNECTION" in os.environ:
+        os.environ.setdefault("TEXTUAL_ANIMATIONS", "none")
 
 
 def main() -> int:

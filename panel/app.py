@@ -5,6 +5,8 @@ threads after it, and the model library never.
 """
 
 import asyncio
+import contextlib
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -145,6 +147,11 @@ class PanelApp(Operate, Scout, App[int]):
     def _begin(self) -> None:
         """After the first paint: connect, look around, tick."""
         self.set_interval(TICK, self._tick)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # the terminal is given back as it was; the server goes on
+            with contextlib.suppress(RuntimeError, ValueError):
+                loop.add_signal_handler(number, self.exit, 0)
         self.run_worker(self._live(), group="link", exit_on_error=False)
         self.look_around()
         self.open_desk()
@@ -263,11 +270,11 @@ class PanelApp(Operate, Scout, App[int]):
                 )
             )
             answers += [
-                ("keep", "k", "keep the server running; the panel finds it again"),
+                ("keep", "k", "keep the server running"),
                 ("stop", "s", "stop the server, then close"),
             ]
         else:
-            answers.append(("keep", "k", "close; the answer is finished in the background"))
+            answers.append(("keep", "k", "close; the answer is finished all the same"))
         if answering:
             lines.append(
                 Content.styled(

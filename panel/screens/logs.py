@@ -37,7 +37,10 @@ class LogsScreen(AreaScreen):
     def on_mount(self) -> None:
         """The lines have the focus."""
         super().on_mount()
-        self.query_one(LineLog).focus()
+        log = self.query_one(LineLog)
+        wanted = next((s.value for s in self.panel.settings if s.key == "logs.level"), log.level)
+        log.level = wanted if wanted in LEVELS else log.level
+        log.focus()
 
     def show(self, view: View, now: float) -> None:
         """Take new lines."""

@@ -116,6 +116,8 @@ class RunScreen(AreaScreen):
                     "bold $state-warn",
                 )
             )
+        if self.has_class("-short") and page_of(view) == "live":
+            parts.append(("+2 panes (taller)   ", "$state-warn"))
         if view.is_serving:
             up = now - (view.phase_at if server.ready_at is None else server.ready_at)
             parts += [

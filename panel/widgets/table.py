@@ -229,5 +229,9 @@ class PickTable(Widget, can_focus=True):
                 used += _GAP
         line = Content.assemble(*parts).pad_right(max(0, self.size.width - used - 1))
         if picked:
-            line = line.stylize("bold" if not self.has_focus else "bold on $pick")
+            # a terminal's own palette promises no contrast on its blue, reversal does
+            if self.app.current_theme.ansi:
+                line = Content.styled(line.plain, "bold reverse")
+            else:
+                line = line.stylize("bold on $pick")
         return line + Content.styled("▐" if thumb else " ", "$faint")

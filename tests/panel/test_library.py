@@ -1,0 +1,106 @@
+"""Planning behind the panel's port: a made-up model folder, its bytes, its refusals."""
+
+import json
+import struct
+
+import pytest
+
+from veloxquant.panel.library import PlanningLibrary, _demo_answer
+from veloxquant.panel.ports import CommandFailed
+from veloxquant.panel.proposal import propose, spec_for
+
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 512, "vocab_size": 1000, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.fixture
+def models(home, monkeypatch):
+    """A folder with one good model and one whose weights are cut short."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
+    root = home / "data" / "models"
+    header = {"w": {"dtype": "BF16", "shape": [1000, 256], "data_offsets": [0, 512_000]}}
+    raw = json.dumps(header).encode()
+    for name, body in (("good", 512_000), ("short", 10)):
+        folder = root / name
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "tokenizer_config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + b"\0" * body)
+    return root
+
+
+def test_models_are_listed_with_what_fits(models):
+    found = {item.name: item for item in PlanningLibrary().models()}
+    good, short = found["good"], found["short"]
+    assert good.runnable
+    assert good.fits_tokens == 4096
+    assert good.native_context == 4096
+    assert any("4 layers" in value for _, value in good.facts)
+    assert not short.runnable
+    assert "model.safetensors" in short.why_not
+
+
+def test_a_table_has_real_methods_and_planned_ones(models):
+    library = PlanningLibrary()
+    good = next(item for item in library.models() if item.name == "good")
+    report = library.fit(good, 2048, 1)
+    rows = {row.method: row for row in report.rows}
+    assert len(rows) == 44
+    assert rows["kivi"].kv < rows["fp16"].kv / 3
+    assert rows["fp16"].peak >= report.weights + rows["fp16"].kv
+    assert all(row.blurb for row in report.rows)
+    twice = library.fit(good, 2048, 2)
+    assert next(row.kv for row in twice.rows if row.method == "fp16") == 2 * rows["fp16"].kv
+
+
+def test_a_broken_model_is_refused_in_words(models):
+    library = PlanningLibrary()
+    short = next(item for item in library.models() if item.name == "short")
+    with pytest.raises(CommandFailed) as raised:
+        library.fit(short, 2048, 1)
+    assert "short" in raised.value.message
+    assert raised.value.hint
+
+
+def test_checks_settings_memory_and_last_start(models):
+    library = PlanningLibrary()
+    items = library.models()
+    assert any("model" in check.text for check in library.checks(items))
+    assert library.memory().total > library.memory().room > 0
+    keys = {item.key: item for item in library.settings()}
+    assert keys["server.port"].value == "8000"
+    assert keys["server.port"].origin == "default"
+    good = next(item for item in items if item.name == "good")
+    library.keep_start(spec_for(good, "kivi", 1024, library.template()))
+    again = propose(tuple(items), library.last_start(), library.template())
+    assert (again.model.name, again.spec.method, again.spec.context) == ("good", "kivi", 1024)
+    assert again.why == "what ran here last"
+
+
+def test_a_proposal_is_cut_to_what_fits(models):
+    library = PlanningLibrary()
+    proposal = propose(tuple(library.models()), {}, library.template())
+    assert proposal.spec.context == 4096, "the model was made for no more"
+    assert proposal.spec.method == "turboquant_rvq"
+    assert propose((), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "answer", "words"),
+    [
+        (6, '{"error": {"message": "no route", "hint": "check it"}}', "no route"),
+        (1, "not json", "downloading"),
+        (1, "[]", "downloading"),
+    ],
+)
+def test_a_demo_model_that_cannot_be_fetched(code, answer, words):
+    with pytest.raises(CommandFailed, match=words):
+        _demo_answer(code, answer, ["starting", "downloading"])
+
+
+def test_the_demo_models_folder_is_returned():
+    assert _demo_answer(0, '{"data": {"path": "/m/demo"}}', [""]) == "/m/demo"
