@@ -3,19 +3,35 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
 
 FLOOR = 1e-6
 """KL below which differences are noise of the arithmetic."""
 
 
-class Point(Protocol):
-    """What is compared."""
+@dataclass(frozen=True)
+class Outcome:
+    """What one cache did to a model's answers, and at what size.
+
+    Attributes:
+        name: what was measured.
+        kind: exact, ours, stock, evicting or random.
+        kl: mean KL divergence from the exact cache, nats a token.
+        kl_error: standard error of that mean.
+        same_top: share of tokens whose most likely successor is the same.
+        perplexity: of the text that really follows.
+        nbytes: bytes of one sequence, floats counted as 16 bits.
+        bits: the same per element of all keys and values read.
+    """
 
     name: str
     kind: str
     kl: float
+    kl_error: float
+    same_top: float
+    perplexity: float
     nbytes: int
+    bits: float
 
 
 @dataclass(frozen=True)
@@ -29,7 +45,7 @@ class Verdict:
     holds: bool
 
 
-def rival_at(rivals: Sequence[Point], nbytes: int) -> tuple[float, str] | None:
+def rival_at(rivals: Sequence[Outcome], nbytes: int) -> tuple[float, str] | None:
     """The KL that the rival would have with `nbytes` bytes, and how that was found.
 
     Settings that are no better than a smaller one are left out. Between two settings the logarithm
@@ -37,7 +53,7 @@ def rival_at(rivals: Sequence[Point], nbytes: int) -> tuple[float, str] | None:
     KL, by four. Below the smallest setting it is that of the smallest, which has more bytes; above
     the largest that of the largest, which has fewer. None without rivals.
     """
-    front: list[Point] = []
+    front: list[Outcome] = []
     for point in sorted(rivals, key=lambda p: (p.nbytes, p.kl)):
         if not front or point.kl < front[-1].kl:
             front.append(point)
@@ -45,7 +61,7 @@ def rival_at(rivals: Sequence[Point], nbytes: int) -> tuple[float, str] | None:
         return None
     if nbytes <= front[0].nbytes:
         return front[0].kl, f"{front[0].name}, which has more bytes"
-    for low, high in zip(front, front[1:], strict=False):
+    for low, high in pairwise(front):
         if nbytes <= high.nbytes:
             share = (nbytes - low.nbytes) / (high.nbytes - low.nbytes)
             a, b = math.log(max(low.kl, FLOOR)), math.log(max(high.kl, FLOOR))
@@ -53,7 +69,7 @@ def rival_at(rivals: Sequence[Point], nbytes: int) -> tuple[float, str] | None:
     return front[-1].kl, f"{front[-1].name}, which has fewer bytes"
 
 
-def judge(outcomes: Sequence[Point]) -> list[Verdict]:
+def judge(outcomes: Sequence[Outcome]) -> list[Verdict]:
     """Packed methods against mlx-lm's quantized cache, evicting ones against eviction by lot."""
     stock = [o for o in outcomes if o.kind == "stock"]
     verdicts = []

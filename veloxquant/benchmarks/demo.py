@@ -44,13 +44,13 @@ def load(folder: Path | None = None) -> tuple[Any, Any]:
     return model, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def token_ids(tokenizer: Any, text: str, rows: int, length: int) -> list[list[int]]:
-    """`rows` stretches of `length` tokens, one after the other in the text.
+def token_ids(tokenizer: Any, text: str, length: int, skip: int = 0) -> list[int]:
+    """`length` tokens of a text after the first `skip`.
 
     Raises:
         ValueError: when the text is too short.
     """
     ids = tokenizer.encode(text).ids
-    if len(ids) < rows * length:
-        raise ValueError(f"{rows} x {length} tokens wanted, the text has {len(ids)}")
-    return [ids[i * length : (i + 1) * length] for i in range(rows)]
+    if len(ids) < skip + length:
+        raise ValueError(f"{skip} + {length} tokens wanted, the text has {len(ids)}")
+    return ids[skip : skip + length]

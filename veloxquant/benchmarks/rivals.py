@@ -80,9 +80,7 @@ def stock_quantized(plan: ModelPlan, bits: int, group: int) -> tuple[list[Any], 
     caches = native_caches(plan.model)
 
     def after_step() -> None:
-        maybe_quantize_kv_cache(
-            caches, quantized_kv_start=0, kv_group_size=group, kv_bits=bits
-        )
+        maybe_quantize_kv_cache(caches, quantized_kv_start=0, kv_group_size=group, kv_bits=bits)
 
     return caches, after_step
 
@@ -90,7 +88,7 @@ def stock_quantized(plan: ModelPlan, bits: int, group: int) -> tuple[list[Any], 
 def held_bytes(cache: Any) -> int:
     """Bytes of every array that a cache of ours or of mlx-lm holds, floats counted as 16 bits.
 
-    The benchmarks run in fp32, as serving on a CPU does; on a GPU rows, scales and norms are 16 bit.
+    The benchmarks run in fp32, as serving on a CPU does; a GPU would hold 16 bits.
     """
     if hasattr(cache, "arrays"):
         cache.commit()

@@ -1,0 +1,100 @@
+"""Run benchmarks: `python -P -m veloxquant.benchmarks [quality] [speed] [worker] [pool]`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from veloxquant.core.blas import preload_openblas
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _quality(quick: bool) -> Any:
+    from veloxquant.benchmarks import quality
+
+    return quality.run(quick=quick, report=_say)
+
+
+def _speed(quick: bool) -> Any:
+    from veloxquant.benchmarks import speed
+
+    return speed.run(quick=quick, report=_say)
+
+
+def _worker(quick: bool) -> Any:
+    from veloxquant.benchmarks import serving
+
+    return serving.run(quick=quick, report=_say)
+
+
+def _pool(quick: bool) -> Any:
+    from veloxquant.benchmarks import pool
+
+    del quick
+    rows = pool.run()
+    _say(pool.table(rows))
+    return rows
+
+
+PARTS: dict[str, Callable[[bool], Any]] = {
+    "pool": _pool,
+    "speed": _speed,
+    "worker": _worker,
+    "quality": _quality,
+}
+
+
+def _missed(results: dict[str, Any]) -> list[str]:
+    """What should hold and does not, one sentence each."""
+    out = []
+    for name, result in results.items():
+        checks = [] if name == "pool" else [
+            *result.get("targets", []), *result.get("verdicts", []), *result.get("growth", [])
+        ]  # fmt: skip
+        out += [f"{name}: {c['name']}" for c in checks if not c["holds"]]
+    return out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the selected parts, print their tables, and write them to files when asked to."""
+    parser = argparse.ArgumentParser(prog="veloxquant.benchmarks", description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all when none is given")
+    parser.add_argument("--quick", action="store_true", help="fewer settings, shorter text")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write FILE.json and FILE.md beside each other"
+    )
+    args = parser.parse_args(argv)
+    blas = preload_openblas()  # before anything imports MLX
+
+    from veloxquant.benchmarks import report
+    from veloxquant.benchmarks.demo import ModelMissingError
+    from veloxquant.benchmarks.machine import describe
+
+    facts = describe(blas)
+    results: dict[str, Any] = {}
+    try:
+        for name, run in PARTS.items():
+            if args.parts and name not in args.parts:
+                continue
+            _say(f"--- {name}")
+            results[name] = run(args.quick)
+    except ModelMissingError as error:
+        print(f"veloxquant.benchmarks: {error}", file=sys.stderr)
+        return 1
+    for sentence in _missed(results):
+        _say(f"does not hold: {sentence}")
+    if args.out is not None:
+        stem = args.out.with_suffix("")
+        data = {"machine": facts, "results": results}
+        stem.with_suffix(".json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        stem.with_suffix(".md").write_text(report.document(facts, results), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

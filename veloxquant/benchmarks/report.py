@@ -1,0 +1,135 @@
+"""Results as Markdown tables, for people and for `benchmarks.md`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _holds(value: bool) -> str:
+    return "yes" if value else "**no**"
+
+
+def machine(facts: dict[str, str]) -> str:
+    """What was measured on."""
+    return _table(("", ""), list(facts.items()))
+
+
+def quality(result: dict[str, Any]) -> str:
+    """KL by bytes, and who is better at equal bytes."""
+    size = result["size"]
+    outcomes = _table(
+        ("cache", "bits a value", "MiB", "KL to fp16", "±", "same top token", "perplexity"),
+        [
+            (
+                o["name"], f"{o['bits']:.2f}", f"{o['nbytes'] / 2**20:.2f}", f"{o['kl']:.4f}",
+                f"{o['kl_error']:.4f}", f"{o['same_top']:.1%}", f"{o['perplexity']:.2f}",
+            )
+            for o in sorted(result["outcomes"], key=lambda o: -o["nbytes"])
+        ],
+    )  # fmt: skip
+    verdicts = _table(
+        ("cache", "KL", "rival's KL at the same bytes", "from", "not worse"),
+        [
+            (v["name"], f"{v['kl']:.4f}", f"{v['rival_kl']:.4f}", v["how"], _holds(v["holds"]))
+            for v in result["verdicts"]
+        ],
+    )
+    return (
+        f"Prompt of {size['prompt']} tokens in chunks of 256, then {size['steps']} single "
+        f"teacher-forced steps, where everything is measured. Bytes are those held at the end, "
+        f"growth steps and exact windows included, floats counted as 16 bits.\n\n"
+        f"{outcomes}\n\n"
+        f"At equal bytes. The rival of packed caches is mlx-lm's `QuantizedKVCache`; between two "
+        f"of its settings the logarithm of KL is a straight line in bytes (a bit more divides KL "
+        f"by four). The rival of evicting caches is eviction by lot at the same budget, which "
+        f"keeps the first tokens, too.\n\n{verdicts}"
+    )
+
+
+def speed(result: dict[str, Any]) -> str:
+    """Decode attention of one layer."""
+    rows = _table(
+        ("shape", "T", "cache", "ms a step", "of dense", "of dense, mean", "MiB"),
+        [
+            (
+                r["heads"], str(r["tokens"]), r["name"], f"{r['milliseconds']:.2f}",
+                f"{r['ratio']:.2f}", f"{r['mean_ratio']:.2f}", f"{r['nbytes'] / 2**20:.2f}",
+            )
+            for r in result["rows"]
+        ],
+    )  # fmt: skip
+    targets = _table(
+        ("shape", "cache", "against", "at most", "reached", "holds"),
+        [
+            (
+                t["heads"], t["name"], t["against"], f"{t['ratio']:.2f}", f"{t['reached']:.2f}",
+                _holds(t["holds"]),
+            )
+            for t in result["targets"]
+        ],
+    )  # fmt: skip
+    text = f"{rows}\n\n{targets}"
+    if result["growth"]:
+        lengths = result["growth"][0]["tokens"]
+        grown = _table(
+            ("cache", *(f"T={n}, ms" for n in lengths), "no faster than T"),
+            [
+                (g["name"], *(f"{ms:.2f}" for ms in g["milliseconds"]), _holds(g["holds"]))
+                for g in result["growth"]
+            ],
+        )
+        text += f"\n\nGrowth, {result['growth'][0]['heads']}:\n\n{grown}"
+    return text
+
+
+def serving(result: dict[str, Any]) -> str:
+    """Decode of the whole model."""
+    rows = _table(
+        ("cache", "tokens a second", "of fp16", "MiB"),
+        [
+            (
+                r["name"], f"{r['tokens_per_second']:.2f}", f"{r['ratio']:.2f}",
+                f"{r['nbytes'] / 2**20:.2f}",
+            )
+            for r in result["rows"]
+        ],
+    )  # fmt: skip
+    targets = "\n".join(
+        f"{t['name']}: {t['reached']:.2f} of fp16, at least {t['ratio']:.2f} wanted: "
+        f"{'holds' if t['holds'] else '**does not hold**'}."
+        for t in result["targets"]
+    )
+    return f"{rows}\n\n{targets}"
+
+
+def pool(result: list[dict[str, Any]]) -> str:
+    """The block pool."""
+    return _table(
+        ("case", "value", "unit"),
+        [(row["case"], f"{row['value']:,.2f}", row["unit"]) for row in result],
+    )
+
+
+TITLES = {
+    "quality": ("Quality", quality),
+    "speed": ("Decode attention of one layer", speed),
+    "worker": ("Decode of the whole model", serving),
+    "pool": ("Block pool", pool),
+}
+
+
+def document(facts: dict[str, str], results: dict[str, Any]) -> str:
+    """Everything as one Markdown document."""
+    parts = [
+        "# Benchmarks",
+        "Made by `make bench`. Compare within a table, not across: other work may have run beside.",
+        machine(facts),
+    ]
+    for name, result in results.items():
+        title, render = TITLES[name]
+        parts += [f"## {title}", render(result)]
+    return "\n\n".join(parts) + "\n"
