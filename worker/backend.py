@@ -1,14 +1,14 @@
 """Facts about the machine's MLX backend, and the BLAS that must be loaded before it."""
 
-import ctypes
 import logging
 import sys
 
 import psutil
 
+from veloxquant.core import blas
+
 logger = logging.getLogger(__name__)
 
-_OPENBLAS = ("libopenblas.so.0", "libopenblas.so")
 CPU_PREFILL_STEP = 256
 GPU_PREFILL_STEP = 2048
 RAM_SHARE = 0.75
@@ -22,11 +22,7 @@ def preload_openblas() -> bool:
     """
     if sys.platform != "linux":
         return True
-    for name in _OPENBLAS:
-        try:
-            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-        except OSError:
-            continue
+    if name := blas.preload_openblas():
         logger.info("Loaded %s for MLX's matrix products.", name)
         return True
     logger.warning(
