@@ -19,6 +19,7 @@ import numpy as np
 PLAIN, AFFINE_TOKEN, AFFINE_CHANNEL, CODEBOOK = range(4)
 MAX_ROWS = 64
 MAX_DIM = 512
+POLYNOMIAL_BITS = 4
 _TYPES = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
 _PTR = ctypes.c_void_p
 
@@ -29,7 +30,7 @@ class _Run(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int32), ("bits", ctypes.c_int32), ("group", ctypes.c_int32),
         ("type", ctypes.c_int32), ("start", ctypes.c_int32), ("stop", ctypes.c_int32),
-        ("width", ctypes.c_int32), ("coarse_words", ctypes.c_int32),
+        ("width", ctypes.c_int32), ("unused", ctypes.c_int32),
         ("data", _PTR), ("scale", _PTR), ("bias", _PTR), ("levels", _PTR),
         ("data_batch", ctypes.c_int64), ("data_head", ctypes.c_int64), ("data_row", ctypes.c_int64),
         ("scale_batch", ctypes.c_int64), ("scale_head", ctypes.c_int64),
@@ -64,11 +65,25 @@ class NativeRun(NamedTuple):
     width: int
     bits: int = 0
     group: int = 1
-    coarse_words: int = 0
     scale: mx.array | None = None
     bias: mx.array | None = None
     levels: np.ndarray | None = None
     basis: object | None = None
+
+
+def table(levels: Sequence[float], scale: float) -> np.ndarray:
+    """Levels times `scale` as the kernel wants them: with the odd polynomial through them.
+
+    Up to `POLYNOMIAL_BITS` bits the symmetric levels are evaluated as a polynomial of the code
+    centred to [-1, 1], which needs no lookup.
+    """
+    half = len(levels) // 2
+    out = np.asarray(levels, dtype=np.float64) * scale
+    if len(levels) > 1 << POLYNOMIAL_BITS:
+        return out.astype(np.float32)
+    x = np.arange(len(levels)) * (2 / max(1, len(levels) - 1)) - 1
+    powers = x[half:, None] ** (2 * np.arange(half) + 1)
+    return np.concatenate([out, np.linalg.solve(powers, out[half:])]).astype(np.float32)
 
 
 @lru_cache(maxsize=1)
@@ -102,9 +117,7 @@ def _describe(run: NativeRun, keep: list[np.ndarray]) -> _Run:
     data = _bytes(run.data)
     out = _Run()
     out.kind, out.bits, out.group = run.kind, run.bits, run.group
-    out.start, out.stop, out.width, out.coarse_words = (
-        run.start, run.stop, run.width, run.coarse_words,
-    )  # fmt: skip
+    out.start, out.stop, out.width = run.start, run.stop, run.width
     item = data.itemsize
     out.data = data.ctypes.data
     out.data_batch, out.data_head, out.data_row = (s // item for s in data.strides[:3])

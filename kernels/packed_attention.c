@@ -4,10 +4,10 @@
  * into L1 and uses them for all query rows of the head's group, in fp32. Scores of one head are
  * kept whole (rows x tokens), because keys and values may be cut into runs at different tokens.
  *
- * Codes lie in MLX's order, one little-endian bit stream a row. For widths that divide 32 a row of
- * W words is unpacked plane by plane: plane i holds the i-th code of every word, so each plane is
- * one shift and one mask over W neighbouring words. Queries are permuted into that plane order
- * once, sums of values are permuted back once, and no code is ever shuffled.
+ * Codes lie in MLX's order, one little-endian bit stream a row. Codes of 1 and 2 bits are unpacked
+ * word by word: 16 or 32 shifts of one word fill a vector. Wider ones are unpacked plane by plane:
+ * plane i holds the i-th code of every word, one shift and one mask over neighbouring words.
+ * Queries are permuted into that order once and sums of values back once; no code is shuffled.
  *
  * Plain C ABI, no allocation kept between calls, no global state. Built for AVX-512, AVX2 and the
  * baseline by function multiversioning where the compiler offers it; NEON needs no flag.
@@ -28,17 +28,17 @@
 
 enum { PLAIN = 0, AFFINE_TOKEN = 1, AFFINE_CHANNEL = 2, CODEBOOK = 3 };
 enum { F32 = 0, F16 = 1, BF16 = 2 };
-enum { BLOCK = 128, MAX_DIM = 512, MAX_ROWS = 64 };
+enum { BLOCK = 128, MAX_DIM = 512, MAX_ROWS = 64, POLYNOMIAL_BITS = 4 };
 
 /* One run of tokens. Strides are in elements of the array they belong to. */
 typedef struct {
     int32_t kind, bits, group, type; /* type: of rows, scales and norms */
     int32_t start, stop;             /* tokens of the buffer that count */
     int32_t width;                   /* channels stored, padding included */
-    int32_t coarse_words;            /* CODEBOOK: words of the coarse plane */
+    int32_t unused;
     const void *data;                /* rows, or packed words */
     const void *scale, *bias;        /* scales or norms, biases */
-    const float *levels;             /* CODEBOOK: 2^bits levels */
+    const float *levels;             /* CODEBOOK: 2^bits levels, then POLYNOMIAL_BITS' coefficients */
     int64_t data_batch, data_head, data_row;
     int64_t scale_batch, scale_head, scale_row;
     const float *q; /* keys: (batch, heads, rows, k_dim) in this run's basis, scale applied */
@@ -79,8 +79,11 @@ INLINE float load_one(const void *p, int type, int64_t i) {
     return f;
 }
 
-/* Channel of place p in plane order, for rows of `words` words of `bits`-bit codes. */
+INLINE int is_natural(int bits) { return bits <= 2; }
+
+/* Channel of place p in unpacking order, for rows of `words` words of `bits`-bit codes. */
 INLINE int channel_of(int p, int words, int bits) {
+    if (is_natural(bits)) return p;
     if (32 % bits == 0) {
         int plane = p / words, word = p % words;
         return word * (32 / bits) + plane;
@@ -89,10 +92,14 @@ INLINE int channel_of(int p, int words, int bits) {
     return g * 32 + j;
 }
 
-/* Codes of one row, in plane order, as floats. `bits` is a constant after inlining. */
+/* Codes of one row, in unpacking order, as floats. `bits` is a constant after inlining. */
 INLINE void unpack_row(const uint32_t *restrict w, int words, int bits, float *restrict out) {
-    const uint32_t mask = bits == 32 ? ~0u : (1u << bits) - 1u;
-    if (32 % bits == 0) {
+    const uint32_t mask = (1u << bits) - 1u;
+    if (is_natural(bits)) {
+        for (int k = 0; k < words; k++)
+            for (int i = 0; i < 32 / bits; i++)
+                out[k * (32 / bits) + i] = (float)(int32_t)((w[k] >> (i * bits)) & mask);
+    } else if (32 % bits == 0) {
         for (int i = 0; i < 32 / bits; i++)
             for (int k = 0; k < words; k++)
                 out[i * words + k] = (float)(int32_t)((w[k] >> (i * bits)) & mask);
@@ -120,71 +127,95 @@ INLINE void unpack_row(const uint32_t *restrict w, int words, int bits, float *r
     default: CALL(8); break; \
     }
 
-/* Scale and bias of every place of a row in plane order are those of its word (or lane group). */
+/* Apply scales and biases to `n` unpacked codes of groups of neighbours in memory order. */
+INLINE void scale_row(const vq_run *r, int64_t scale, int n, int words, int bits,
+                      float *restrict out) {
+    if (is_natural(bits)) {
+        for (int g = 0; g < n / 32; g++) {
+            int64_t at = scale + g * 32 / r->group;
+            float s = load_one(r->scale, r->type, at), b = load_one(r->bias, r->type, at);
+            for (int j = 0; j < 32; j++) out[g * 32 + j] = out[g * 32 + j] * s + b;
+        }
+        return;
+    }
+    /* Every place of one plane belongs to another word, all planes of a word to one group. */
+    float s[MAX_DIM], b[MAX_DIM];
+    int span = 32 % bits == 0 ? words : words / bits, per = n / span;
+    for (int k = 0; k < span; k++) {
+        int64_t at = scale + k * per / r->group;
+        s[k] = load_one(r->scale, r->type, at);
+        b[k] = load_one(r->bias, r->type, at);
+    }
+    for (int i = 0; i < per; i++)
+        for (int k = 0; k < span; k++) out[i * span + k] = out[i * span + k] * s[k] + b[k];
+}
+
 INLINE void dequantize_row(const vq_run *r, int64_t data, int64_t scale, int bits,
                            float *restrict out) {
     const uint32_t *w = (const uint32_t *)r->data + data;
     int words = r->width * bits / 32;
     unpack_row(w, words, bits, out);
-    float s[MAX_DIM], b[MAX_DIM];
-    int span = 32 % bits == 0 ? words : words / bits; /* places of one plane */
-    int per = r->width / span;                         /* neighbouring channels of one place */
-    for (int k = 0; k < span; k++) {
-        int g = k * per / r->group;
-        s[k] = load_one(r->scale, r->type, scale + g);
-        b[k] = load_one(r->bias, r->type, scale + g);
-    }
-    for (int i = 0; i < per; i++)
-        for (int k = 0; k < span; k++)
-            out[i * span + k] = out[i * span + k] * s[k] + b[k];
+    scale_row(r, scale, r->width, words, bits, out);
 }
 
-/* Levels of one token, times its norm, in the plane order of its refinement plane. */
+/* Codes lie in planes, the widest first: 3 bits are 2 + 1, 4 are 2 + 1 + 1, 6 are 4 + 1 + 1. */
+INLINE const uint32_t *add_plane(const uint32_t *restrict w, int lanes, int width, int shift,
+                                 int32_t *restrict code) {
+    const uint32_t mask = (1u << width) - 1u;
+    for (int k = 0; k < lanes * width; k++)
+        for (int i = 0; i < 32 / width; i++)
+            code[k * (32 / width) + i] += (int32_t)(((w[k] >> (i * width)) & mask) << shift);
+    return w + lanes * width;
+}
+
+/* Levels of one token times its norm, in natural order. */
 INLINE void codebook_row(const vq_run *r, int64_t data, float norm, int bits,
                          float *restrict out) {
     const uint32_t *w = (const uint32_t *)r->data + data;
-    int lanes = r->width / 32, coarse = bits > 1 ? bits - 1 : 1;
+    int lanes = r->width / 32;
     const float *levels = r->levels;
     if (bits == 1) {
         float c = levels[1] * norm;
-        for (int i = 0; i < 32; i++)
-            for (int k = 0; k < lanes; k++)
-                out[i * lanes + k] = ((w[k] >> i) & 1u) ? c : -c;
+        for (int k = 0; k < lanes; k++)
+            for (int i = 0; i < 32; i++)
+                out[k * 32 + i] = (float)(int32_t)((w[k] >> i) & 1u) * (2.0f * c) - c;
         return;
     }
-    const uint32_t *fine = w + r->coarse_words;
     if (bits == 2) { /* four symmetric levels are A*s + B*u with s, u = +-1 */
+        const uint32_t *fine = w + lanes;
         float a = (levels[3] + levels[2]) * norm, b = (levels[3] - levels[2]) * norm;
         float base = -0.5f * (a + b);
-        for (int i = 0; i < 32; i++)
-            for (int k = 0; k < lanes; k++)
-                out[i * lanes + k] = base + a * (float)(int32_t)((w[k] >> i) & 1u) +
-                                     b * (float)(int32_t)((fine[k] >> i) & 1u);
+        for (int k = 0; k < lanes; k++)
+            for (int i = 0; i < 32; i++)
+                out[k * 32 + i] = base + a * (float)(int32_t)((w[k] >> i) & 1u) +
+                                  b * (float)(int32_t)((fine[k] >> i) & 1u);
         return;
     }
-    for (int j = 0; j < 32; j++) {
-        int at = j * coarse / 32, shift = j * coarse % 32;
-        uint32_t mask = (1u << coarse) - 1u;
-        for (int g = 0; g < lanes; g++) {
-            uint32_t v = w[g * coarse + at] >> shift;
-            if (shift + coarse > 32) v |= w[g * coarse + at + 1] << (32 - shift);
-            uint32_t code = ((v & mask) << 1) | ((fine[g] >> j) & 1u);
-            out[j * lanes + g] = levels[code] * norm;
-        }
+    int32_t code[MAX_DIM];
+    memset(code, 0, sizeof(int32_t) * r->width);
+    int left = bits;
+    if (bits >= 5) w = add_plane(w, lanes, 4, left -= 4, code);
+    else w = add_plane(w, lanes, 2, left -= 2, code);
+    if (left == 2) w = add_plane(w, lanes, 1, 1, code);
+    add_plane(w, lanes, 1, 0, code);
+    if (bits > POLYNOMIAL_BITS) {
+        for (int p = 0; p < r->width; p++) out[p] = levels[code[p]] * norm;
+        return;
     }
-}
-
-/* How a run orders its channels: bits that give the plane order, 0 for natural order. */
-INLINE int order_bits(const vq_run *r) {
-    if (r->kind == AFFINE_TOKEN) return r->bits;
-    if (r->kind == CODEBOOK) return 1; /* 32 places a lane group, as 1-bit words */
-    return 0;
+    /* 8 or 16 symmetric levels are an odd polynomial of the centred code, exactly at the codes:
+     * a few multiplications instead of a gather. */
+    const int terms = 1 << (bits - 1);
+    const float scale = 2.0f / (float)((1 << bits) - 1);
+    const float *c = levels + (1 << bits);
+    for (int p = 0; p < r->width; p++) {
+        float x = (float)code[p] * scale - 1.0f, square = x * x, sum = c[terms - 1];
+        for (int k = terms - 2; k >= 0; k--) sum = sum * square + c[k];
+        out[p] = sum * x * norm;
+    }
 }
 
 INLINE int place_channel(const vq_run *r, int p) {
-    int bits = order_bits(r);
-    if (bits == 0) return p;
-    return channel_of(p, r->width * bits / 32, bits);
+    return r->kind == AFFINE_TOKEN ? channel_of(p, r->width * r->bits / 32, r->bits) : p;
 }
 
 INLINE void token_row(const vq_run *r, int b, int h, int t, float *restrict out) {
@@ -233,20 +264,12 @@ INLINE void scores_by_token(const vq_run *r, int b, int h, const float *restrict
 INLINE void channel_block(const vq_run *r, int64_t data, int64_t scale, const float *restrict q,
                           int rows, int dim, int bits, float (*restrict acc)[BLOCK]) {
     int words = BLOCK * bits / 32;
-    int span = 32 % bits == 0 ? words : words / bits, per = BLOCK / span;
-    float x[BLOCK], s[BLOCK], bias[BLOCK];
+    float x[BLOCK];
     for (int i = 0; i < rows; i++) memset(acc[i], 0, sizeof(float) * BLOCK);
     for (int d = 0; d < dim; d++) {
         const uint32_t *w = (const uint32_t *)r->data + data + d * r->data_row;
-        int64_t at = scale + d * r->scale_row;
         unpack_row(w, words, bits, x);
-        for (int k = 0; k < span; k++) {
-            int g = k * per / r->group;
-            s[k] = load_one(r->scale, r->type, at + g);
-            bias[k] = load_one(r->bias, r->type, at + g);
-        }
-        for (int i = 0; i < per; i++)
-            for (int k = 0; k < span; k++) x[i * span + k] = x[i * span + k] * s[k] + bias[k];
+        scale_row(r, scale + d * r->scale_row, BLOCK, words, bits, x);
         for (int i = 0; i < rows; i++) {
             float qd = q[i * dim + d];
             for (int p = 0; p < BLOCK; p++) acc[i][p] += qd * x[p];
@@ -380,7 +403,7 @@ int vq_attend(const vq_call *call, int threads) {
         const vq_run *r = k < call->n_keys ? &call->keys[k] : &call->values[k - call->n_keys];
         if (r->width < 1 || r->width > MAX_DIM) return 1;
         if (r->kind == AFFINE_CHANNEL && (k >= call->n_keys || r->start % BLOCK)) return 1;
-        if (r->kind == CODEBOOK && (r->bits < 1 || r->bits > 8)) return 1;
+        if (r->kind == CODEBOOK && (r->bits < 1 || r->bits > 6)) return 1;
     }
     int heads = call->batch * call->heads;
     if (threads > heads) threads = heads;

@@ -1,19 +1,18 @@
 """Rotated scalar codebooks with an embedded refinement bit: the format of turboquant_rvq.
 
 A vector is rotated, divided by its norm and coded coordinate by coordinate with one fixed table.
-The code lies in two planes, all coarse bits and then all refinement bits, so that the second can
-be dropped. Products with two-bit codes need no table at all: the four levels are `A·s + B·u` with
-s, u = ±1, so both planes are read as 1-bit affine words by one stock product.
+Codes lie in planes, the refinement bit last, so that it can be dropped. Products with two-bit
+codes need no table at all: the four levels are `A·s + B·u` with s, u = ±1, so both planes are read
+as 1-bit affine words by one stock product.
 Source: TurboQuant (arXiv 2504.19874) with the residual stage derived in `math/lloyd_max.py`.
 """
 
 import math
 
 import mlx.core as mx
-import numpy as np
 
 from veloxquant.dsa.mlx_pack import pack, unpack
-from veloxquant.kernels.native import CODEBOOK, NativeRun
+from veloxquant.kernels.native import CODEBOOK, NativeRun, table
 from veloxquant.math.lloyd_max import embedded_levels
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.rotation import rotation
@@ -33,9 +32,8 @@ class CodebookCodec(Shared):
         levels, thresholds = embedded_levels(spec.bits)
         self.levels = mx.array(levels, dtype=mx.float32)
         self._thresholds = thresholds
-        self._table = np.asarray(levels, dtype=np.float32) / math.sqrt(dim)
+        self._table = table(levels, 1 / math.sqrt(dim))
         self._lanes = round_up(dim, 32)
-        self._coarse_words, self._fine_words = spec.plane_words(dim)
         # Sign-plane weights, biggest first: 2 bits are A·s + B·u, 1 bit is c·s.
         if spec.bits == 1:
             self._weights: tuple[float, ...] | None = (levels[1],)
@@ -73,7 +71,13 @@ class CodebookCodec(Shared):
         if self.spec.bits == 1:
             words = pack(codes, 1)
         else:
-            words = mx.concatenate([pack(codes >> 1, self.spec.bits - 1), pack(codes & 1, 1)], -1)
+            words = mx.concatenate(
+                [
+                    pack((codes >> shift) & ((1 << width) - 1), width)
+                    for width, shift in self.spec.planes()
+                ],
+                axis=-1,
+            )
         narrow = mx.float32 if x.dtype == mx.float32 else mx.bfloat16
         return {"w": words, "n": norm.astype(narrow)}
 
@@ -87,12 +91,12 @@ class CodebookCodec(Shared):
 
     def rotated(self, packed: Packed) -> mx.array:
         """Levels in the rotated basis, without norms: (B, H, T, D) fp32."""
-        words = packed["w"]
-        coarse = unpack(words[..., : self._coarse_words], max(1, self.spec.bits - 1), self._lanes)
-        codes = coarse
-        if self._fine_words:
-            fine = unpack(words[..., self._coarse_words :], 1, self._lanes)
-            codes = (coarse << 1) | fine
+        words, start = packed["w"], 0
+        codes = mx.zeros((), dtype=mx.uint32)
+        for width, shift in self.spec.planes():
+            stop = start + self._lanes * width // 32
+            codes = codes | (unpack(words[..., start:stop], width, self._lanes) << shift)
+            start = stop
         return mx.take(self.levels, codes[..., : self.dim])
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
@@ -153,7 +157,7 @@ class CodebookCodec(Shared):
         """How the compiled kernel reads these rows: queries and sums are in the rotated basis."""
         return NativeRun(
             CODEBOOK, packed["w"], start, stop, self._lanes, self.spec.bits,
-            coarse_words=self._coarse_words, scale=packed["n"], levels=self._table,
+            scale=packed["n"], levels=self._table,
             basis=self.rotation,
         )  # fmt: skip
 

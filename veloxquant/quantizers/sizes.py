@@ -130,6 +130,15 @@ class CodebookSpec:
     block = 1
     token_local = True
 
+    def planes(self) -> tuple[tuple[int, int], ...]:
+        """Width and shift of each plane, high bits first; widths divide a word."""
+        coarse = {1: (), 2: (1,), 3: (2,), 4: (2, 1), 5: (4,), 6: (4, 1)}[self.bits]
+        out, left = [], self.bits
+        for width in (*coarse, 1):
+            left -= width
+            out.append((width, left))
+        return tuple(out)
+
     def plane_words(self, dim: int) -> tuple[int, int]:
         """uint32 words of the coarse and of the refinement plane of one token."""
         lanes = round_up(dim, 32) // 32
