@@ -56,7 +56,7 @@ def _unflatten(tree: Any, arrays: dict[str, mx.array]) -> Any:
     if isinstance(tree, dict):
         if "$" in tree:
             if tree["$"] not in arrays:
-                raise CacheStateError(f"the file lacks the array {tree['$']!r}")
+                raise KeyError(f"array {tree['$']!r} is missing")
             return arrays[tree["$"]]
         return {k: _unflatten(v, arrays) for k, v in tree["{"].items()}
     return tree

@@ -21,10 +21,9 @@ class Spy:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def attend(
-        self, queries: Any, view: Any, scale: Any, mask: Any, sinks: Any, **rest: Any
-    ) -> Any:
-        self.calls.append({"scale": scale, "mask": mask, "sinks": sinks, **rest})
+    def attend(self, *args: Any, owner: bool) -> Any:
+        queries, _, scale, mask, sinks = args
+        self.calls.append({"scale": scale, "mask": mask, "sinks": sinks, "owner": owner})
         return queries
 
     def views(self, *, own: bool = True) -> tuple[CacheView, CacheView]:
