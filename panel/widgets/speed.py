@@ -4,7 +4,7 @@ from textual.content import Content
 
 from veloxquant.panel import units
 from veloxquant.panel.state import OPEN_REQUESTS, View
-from veloxquant.panel.text import fit, pad
+from veloxquant.panel.text import clean, fit, pad
 from veloxquant.panel.widgets.chart import nice_top, sparkline
 from veloxquant.panel.widgets.gauge import flow
 from veloxquant.panel.widgets.pane import Pane
@@ -20,7 +20,7 @@ _STATES = {
     "refused": "$state-warn",
 }
 _COLUMNS = (
-    ("ID", 10, False),
+    ("ID", 6, False),
     ("STATE", 9, False),
     ("PROMPT", 8, True),
     ("OUT", 6, True),
@@ -107,7 +107,7 @@ class RequestPane(Pane):
     @staticmethod
     def _row(request: Request, shown: list[str], cells: int) -> Content:
         values = {
-            "ID": fit(request.id.removeprefix("chatcmpl-"), 10),
+            "ID": fit(clean(request.id).removeprefix("chatcmpl-")[-6:], 6),
             "STATE": request.state,
             "PROMPT": units.tokens(request.prompt_tokens) if request.prompt_tokens else "-",
             "OUT": units.tokens(request.output_tokens) if request.output_tokens else "-",

@@ -259,9 +259,9 @@ def stats(i: int = 60) -> Stats:
     used = 300 + int(170 * wave)
     return Stats(
         footprint=int((5.6 + 0.5 * wave) * GIB), mlx_active=int(5.2 * GIB),
-        weights=int(4.34 * GIB), kv_claimed=int((0.30 + 0.11 * wave) * GIB),
-        kv_resident=int((0.31 + 0.115 * wave) * GIB), kv_fp16=int((1.37 + 0.5 * wave) * GIB),
-        limit=12 * GIB, tokens=9_800, decode_tps=41.3 * (0.8 + 0.2 * math.sin(i / 5)),
+        weights=int(4.34 * GIB), kv_claimed=int((0.23 + 0.08 * wave) * GIB),
+        kv_resident=int((0.24 + 0.083 * wave) * GIB), kv_fp16=int((1.47 + 0.51 * wave) * GIB),
+        limit=12 * GIB, tokens=12_960, decode_tps=41.3 * (0.8 + 0.2 * math.sin(i / 5)),
         prefill_tps=612.0, ttft_p50=0.42, ttft_p95=1.9, running=2, waiting=1, done=87, failed=1,
         cancelled=2, engine_step=i * 40,
         pool=PoolCells(
@@ -325,11 +325,9 @@ def logs(count: int = 40, first: int = 1) -> list[Event]:
 
 
 PROFILE = Profile(
-    tokens=8_192,
+    tokens=12_960,
     layers=[
-        LayerRow(i, "full", "fp16" if i in (3, 35) else "rvq 3.5 bit" if i % 5 else "rvq 4 bit",
-                 32 * MIB, 32 * MIB if i in (3, 35) else int((7.1 if i % 5 else 8.6) * MIB), 8_192)
-        for i in range(36)
+        LayerRow(i, "full", "turboquant_rvq", 51 * MIB, int(8.4 * MIB), 12_960) for i in range(36)
     ],
 )  # fmt: skip
 

@@ -1,11 +1,10 @@
 """Pictures of every area with fake events: `python tests/panel/shoot.py FOLDER [size ...]`.
 
-Writes SVG, and PNG where cairosvg is installed. Not a test: for looking at.
+Writes SVG, and PNG where Pillow is installed. Not a test: for looking at.
 """
 
 import asyncio
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -43,11 +42,44 @@ def chat() -> None:
                   seconds=1.4)  # fmt: skip
 
 
+class PlannedLibrary(fakes.FakeLibrary):
+    """The method table as planning computes it for Qwen3-8B in 4 bits on a Mac with 16 GiB."""
+
+    def memory(self):
+        """A small Mac."""
+        from veloxquant.panel.ports import Memory
+
+        return Memory(6 * fakes.GIB, 16 * fakes.GIB, 8 * fakes.GIB)
+
+    def fit(self, model, context, batch, own=0):
+        """Real bytes of a model that is not here."""
+        from veloxquant.cache import plans
+        from veloxquant.panel.library import _fit_item
+        from veloxquant.panel.ports import FitReport
+        from veloxquant.planning.fit import fit_table
+        from veloxquant.planning.model_shape import shape_of
+        from veloxquant.planning.safetensors import Tensor
+
+        config = {
+            "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "intermediate_size": 12_288, "vocab_size": 151_936, "max_position_embeddings": 40_960,
+        }  # fmt: skip
+        plans.FUSED = True  # as on a Mac, wherever the picture is made
+        weights = int(4.34 * fakes.GIB)
+        shape = shape_of(config, {"all": Tensor("U32", (weights // 4,), weights)}, "metal")
+        room = 8 * fakes.GIB
+        rows = tuple(map(_fit_item, fit_table(shape, context, batch, room)))
+        note = "8.0 GiB = 16.0 - 6.0 in use - 2.0 kept free (GPU cap 10.7)"
+        return FitReport(model, context, batch, room, note, weights, 40_960, rows)
+
+
 SCENES = {
     "first": ([fakes.snapshot()], []),
     "empty": ([fakes.snapshot()], []),
     "models": ([fakes.snapshot()], ["p"]),
     "fit": ([fakes.snapshot()], ["p", "enter", "plus"]),
+    "fit-planned": ([fakes.snapshot()], ["p", "enter", "plus", "plus"]),
     "planned": ([fakes.snapshot()], ["p", "enter", "v"]),
     "starting": ([fakes.snapshot(fakes.STARTING, logs=fakes.logs(2), seq=2)], ["3"]),
     "run": (fakes.serving(), ["3"]),
@@ -68,6 +100,8 @@ async def shoot(folder: Path, name: str, size: str) -> None:
     messages, keys = SCENES[name]
     control = fakes.FakeControl(*messages)
     library = fakes.FakeLibrary([] if name == "empty" else None)
+    if name == "fit-planned":
+        library = PlannedLibrary()
     app = PanelApp(lambda: control, lambda: library, clock=lambda: 3.0)
     wide, high = map(int, size.split("x"))
     async with app.run_test(size=(wide, high)) as pilot:
@@ -80,17 +114,15 @@ async def shoot(folder: Path, name: str, size: str) -> None:
             await pilot.press(key)
             await pilot.pause(0.15)
         await pilot.pause(0.2)
+        strips = app.screen._compositor.render_strips()
         svg = app.export_screenshot(title="")
     path = folder / f"{name}-{size}.svg"
     path.write_text(svg)
     try:
-        import cairosvg
+        from picture import draw
     except ImportError:
         return
-    # cairosvg loads no web fonts; the installed monospace one keeps the columns straight
-    plain = svg.replace("Fira Code", "DejaVu Sans Mono").replace("arial", "DejaVu Sans Mono")
-    plain = re.sub(r'textLength="[^"]*"', "", plain)
-    cairosvg.svg2png(bytestring=plain.encode(), write_to=str(path.with_suffix(".png")))
+    draw(strips, path.with_suffix(".png"))
 
 
 async def main() -> None:

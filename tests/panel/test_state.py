@@ -39,7 +39,7 @@ def test_snapshot_sets_everything():
     assert view.base_url == "http://127.0.0.1:8000/v1"
     assert len(view.logs) == 20
     assert len(view.history) == 300
-    assert view.profile.tokens == 8_192
+    assert view.profile.tokens == 12_960
     assert view.seq == 21
 
 
