@@ -45,10 +45,10 @@ def lloyd_max(
     targets = (np.arange(n_levels) + 0.5) / n_levels * spread[-1]
     levels = x[np.minimum(np.searchsorted(spread, targets), len(x) - 1)]
     for _ in range(n_iter):
-        cuts = np.searchsorted(x, (levels[:-1] + levels[1:]) / 2)
-        bounds = np.concatenate([[0], cuts, [len(x)]])
-        weight = np.diff(cumulative[bounds])
-        centre = np.diff(moment[bounds])
+        # Cuts fall inside a quadrature step: whole steps would stall before the fixed point.
+        bounds = np.concatenate([edges[:1], (levels[:-1] + levels[1:]) / 2, edges[-1:]])
+        weight = np.diff(np.interp(bounds, edges, cumulative))
+        centre = np.diff(np.interp(bounds, edges, moment))
         new = np.where(weight > 1e-12, centre / np.maximum(weight, 1e-300), levels)
         moved = float(np.max(np.abs(new - levels)))
         levels = new
