@@ -27,6 +27,8 @@ from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import SnapKVOptions, StreamingLLMOptions
 
 CHUNK = 256
+PROGRESS = 64
+"""Tokens between lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ FULL = Size(prompt=1792, steps=256, budget=512)
 QUICK = Size(prompt=704, steps=64, budget=256)
 
 
+Report = Callable[[str], None]
 Caches = tuple[list[Any], Callable[[], None]]
 
 
@@ -123,7 +126,13 @@ def _log_probs(logits: mx.array) -> mx.array:
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def read(model: Any, tokens: list[int], size: Size, entrants: Sequence[Caches]) -> list[Sheet]:
+def read(
+    model: Any,
+    tokens: list[int],
+    size: Size,
+    entrants: Sequence[Caches],
+    report: Report = lambda _: None,
+) -> list[Sheet]:
     """Feed `tokens`, `size.tokens` + 1 of them, to all entrants; the first is the exact one."""
     sheets = [Sheet() for _ in entrants]
     count = len(entrants)
@@ -141,6 +150,8 @@ def read(model: Any, tokens: list[int], size: Size, entrants: Sequence[Caches]) 
             mx.eval(out)
         for _, after_step in entrants:
             after_step()
+        if stop % PROGRESS == 0:
+            report(f"{stop} of {size.tokens} tokens read by {count} caches")
         return out
 
     for start in range(0, size.prompt, CHUNK):
@@ -178,7 +189,7 @@ def run(
     quick: bool = False,
     only: str = "",
     skip: int = 0,
-    report: Callable[[str], None] = lambda _: None,
+    report: Report = lambda _: None,
 ) -> dict[str, Any]:
     """Measure every contender; returns plain data: size, outcomes and verdicts.
 
@@ -186,7 +197,7 @@ def run(
         quick: a short text and fewer settings.
         only: measure just the contenders whose name contains this.
         skip: tokens of the text to leave out at the start.
-        report: gets one line for each contender.
+        report: gets lines of progress, then one for each contender.
 
     Raises:
         ModelMissingError: when the demo model is not there.
@@ -200,7 +211,7 @@ def run(
         c for c in contenders(model, plan, size, quick=quick) if c.kind == "exact" or only in c.name
     ]
     entrants = [contender.make() for contender in field]
-    sheets = read(model, tokens, size, entrants)
+    sheets = read(model, tokens, size, entrants, report)
     outcomes = []
     for contender, sheet, (caches, _) in zip(field, sheets, entrants, strict=True):
         nbytes = sum(held_bytes(cache) for cache in caches)
