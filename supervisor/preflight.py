@@ -1,19 +1,11 @@
-"""What can be known about a launch before a process exists, without MLX.
+"""What can be known about a launch before a process exists, without MLX."""
 
-`config_of` is also how the worker turns the options on the wire into a configuration, so both
-judge alike.
-"""
-
-import dataclasses
-import difflib
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from veloxquant.cache.table import MethodRow, row_of
-from veloxquant.config.kv_cache import CommonOptions, KVCacheConfig
+from veloxquant.cache.table import row_of
 from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.planning.method_settings import SettingsError, config_of
 from veloxquant.supervisor.effects import RefusedError
 from veloxquant.supervisor.failures import fault
 from veloxquant.supervisor.messages import Fault, LaunchSpec
@@ -21,8 +13,6 @@ from veloxquant.supervisor.ports import is_loopback
 
 MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 MAX_MODEL_CHARS = 1024
-# Fields that hold objects, or that the worker sets from the model and the specification.
-_NOT_ON_THE_WIRE = frozenset({"method", "options", "observers", "store", "dtype", "head_dim"})
 _POSITIVE = ("context", "batch", "max_tokens", "block_size", "prefill_step", "memory_limit")
 
 
@@ -44,7 +34,13 @@ def check_spec(spec: LaunchSpec) -> None:
             "Turn the API key on, or listen on 127.0.0.1.",
         )
     check_model_name(spec.model)
-    config_of(spec)
+    try:
+        row = row_of(spec.method)
+        if not row.is_ready:
+            row.load()
+        config_of(spec.method, spec.options)
+    except (SettingsError, QuantizerConfigError) as error:
+        raise _usage(str(error), "Correct it and start again.") from error
 
 
 def check_model_name(model: str) -> None:
@@ -62,30 +58,6 @@ def check_model_name(model: str) -> None:
             f"model={named!r} is neither a folder nor a Hub id",
             "Give a folder with its whole path, or an id like mlx-community/Qwen3-0.6B-4bit.",
         )
-
-
-def config_of(spec: LaunchSpec, **fixed: Any) -> KVCacheConfig:
-    """Configuration for the method and options of a specification, checked.
-
-    Args:
-        spec: its options are fields of the method's options class or common fields.
-        fixed: fields the caller knows better, such as `head_dim`.
-
-    Raises:
-        RefusedError: with code `usage`, naming the option.
-    """
-    try:
-        row = row_of(spec.method)
-        if not row.is_ready:
-            row.load()
-        own, common = _split(row, spec.options)
-        config = KVCacheConfig(
-            **(common | {"method": spec.method, "options": row.options(**own)} | fixed)
-        )
-        row.check(config)
-    except QuantizerConfigError as error:
-        raise _usage(str(error), "Correct it and start again.") from error
-    return config
 
 
 def find_model(model: str) -> Path | Fault:
@@ -113,30 +85,6 @@ def _with_files(folder: Path) -> Path | Fault:
     if next(folder.glob("*.safetensors"), None) is None:
         return fault("model_missing", f"{folder} has no *.safetensors")
     return folder
-
-
-def _split(row: MethodRow, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    own_fields = {f.name: f for f in dataclasses.fields(row.options)}
-    shared = {f.name for f in dataclasses.fields(CommonOptions)} - _NOT_ON_THE_WIRE
-    # Fields that belong to no options class but to methods that read them, like n_sink_tokens.
-    shared |= {"n_sink_tokens", "residual_length"} - set(own_fields)
-    own: dict[str, Any] = {}
-    common: dict[str, Any] = {}
-    for name, value in options.items():
-        if name in own_fields:
-            is_tuple = isinstance(own_fields[name].default, tuple)
-            own[name] = tuple(value) if is_tuple and isinstance(value, list) else value
-        elif name in shared:
-            common[name] = value
-        else:
-            near = _nearest(name, [*own_fields, *sorted(shared)])
-            raise QuantizerConfigError(f"method {row.name!r} has no option {name!r}{near}")
-    return own, common
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(known)}"
 
 
 def _usage(message: str, hint: str) -> RefusedError:
