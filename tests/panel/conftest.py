@@ -43,7 +43,7 @@ def make_app():
 def until():
     """Wait for a condition while the app runs; fails with what was waited for."""
 
-    async def wait(pilot, condition, what="", seconds=10.0):
+    async def wait(pilot, condition, what="", seconds=20.0):
         deadline = time.monotonic() + seconds
         while True:
             await pilot.pause()
