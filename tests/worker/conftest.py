@@ -69,7 +69,7 @@ class Bench:
             self.events.put,
         )
         self.engine.start()
-        self.serving = self.events.get(timeout=30)
+        self.serving = self.events.get(timeout=50)
 
     def submit(self, text: str | list[int], max_tokens: int = 12, **fields: Any) -> "Asked":
         tokens = self.serving.tokenizer.encode(text) if isinstance(text, str) else text

@@ -44,7 +44,9 @@ class FakeSupervisor:
         self.send(Hello("supervisor", "test", os.getpid()))
         self.send(Launch(spec, token=token, listen_fd=fd, state_dir=str(home)))
         listener.close()
+        self._closed = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     @property
     def url(self) -> str:
@@ -64,7 +66,7 @@ class FakeSupervisor:
             pass
         self._news.put(None)
 
-    def expect(self, kind: type[_Kind], timeout: float = 30.0) -> _Kind:
+    def expect(self, kind: type[_Kind], timeout: float = 50.0) -> _Kind:
         """The next message of a kind; fails with what came instead."""
         deadline = time.monotonic() + timeout
         while True:
@@ -77,8 +79,12 @@ class FakeSupervisor:
     def ask(self, op: Any, **args: Any) -> None:
         self.send(Command(f"{op}-1", op, args))
 
-    def beat(self) -> None:
-        self.send(Beat(time.monotonic()))
+    def _beat(self) -> None:
+        while not self._closed.wait(1.0):
+            try:
+                self.send(Beat(time.monotonic()))
+            except OSError:
+                return
 
     def wait(self, timeout: float = 15.0) -> int:
         """The worker's exit code."""
@@ -88,6 +94,7 @@ class FakeSupervisor:
         self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        self._closed.set()
         self.process.kill()
         self.process.wait(5)
         if self.process.stderr:

@@ -86,7 +86,6 @@ def test_openai_s_own_client_is_served(worker: FakeSupervisor) -> None:
 
 
 def test_the_supervisor_hears_everything_it_needs(worker: FakeSupervisor) -> None:
-    worker.beat()
     worker.ask("audit")
     audit = worker.expect(Done).result
     assert {"claimed", "walked", "resident", "weights", "mlx_active"} <= set(audit)
