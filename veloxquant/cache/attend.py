@@ -23,7 +23,10 @@ PACKED_ROWS = 16
 class Run(Protocol):
     """Tokens that attention can read: a store, or fresh rows."""
 
-    length: int
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        ...
 
     def scores(self, q: mx.array) -> mx.array:
         """(B, H, M, D) to (B, H, M, length)."""
@@ -159,7 +162,9 @@ class _Bias:
             q = mx.arange(first + low, first + high)[:, None]
             visible = q >= mx.arange(start, stop)[None]
         else:
-            visible = self.mask[..., low:high, start:stop]
+            visible = self.mask[..., start:stop]
+            if visible.shape[-2] > 1:
+                visible = visible[..., low:high, :]
         batch, _, rows, width = scores.shape
         wide = scores.reshape(batch, self.n_kv, self.repeat, high - low, width)
         if visible.ndim == 4:
