@@ -53,11 +53,12 @@ def quality(result: dict[str, Any]) -> str:
 def speed(result: dict[str, Any]) -> str:
     """Decode attention of one layer."""
     rows = _table(
-        ("shape", "T", "cache", "ms a step", "of dense", "of dense, mean", "MiB"),
+        ("shape", "T", "cache", "ms a step", "of dense", "processor time", "all steps", "MiB"),
         [
             (
                 r["heads"], str(r["tokens"]), r["name"], f"{r['milliseconds']:.2f}",
-                f"{r['ratio']:.2f}", f"{r['mean_ratio']:.2f}", f"{r['nbytes'] / 2**20:.2f}",
+                f"{r['wall']:.2f}", f"{r['processor']:.2f}", f"{r['total']:.2f}",
+                f"{r['nbytes'] / 2**20:.2f}",
             )
             for r in result["rows"]
         ],
@@ -72,7 +73,11 @@ def speed(result: dict[str, Any]) -> str:
             for t in result["targets"]
         ],
     )  # fmt: skip
-    text = f"{rows}\n\n{targets}"
+    text = (
+        f"One decode step, interleaved. Ratios to the dense cache: medians of wall time and of "
+        f"processor time, and the quotient of all processor time, which counts the steps that "
+        f"pack a block.\n\n{rows}\n\nTargets, by processor time on a CPU:\n\n{targets}"
+    )
     if result["growth"]:
         lengths = result["growth"][0]["tokens"]
         grown = _table(
@@ -89,11 +94,11 @@ def speed(result: dict[str, Any]) -> str:
 def serving(result: dict[str, Any]) -> str:
     """Decode of the whole model."""
     rows = _table(
-        ("cache", "tokens a second", "of fp16", "MiB"),
+        ("cache", "tokens a second", "of fp16", "by processor time", "MiB"),
         [
             (
-                r["name"], f"{r['tokens_per_second']:.2f}", f"{r['ratio']:.2f}",
-                f"{r['nbytes'] / 2**20:.2f}",
+                r["name"], f"{r['tokens_per_second']:.2f}", f"{r['wall']:.2f}",
+                f"{r['processor']:.2f}", f"{r['nbytes'] / 2**20:.2f}",
             )
             for r in result["rows"]
         ],

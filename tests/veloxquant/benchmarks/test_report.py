@@ -1,0 +1,87 @@
+"""Selecting parts, files written, and what the tables say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from veloxquant.benchmarks import __main__ as program
+from veloxquant.benchmarks import report, speed
+from veloxquant.benchmarks.machine import describe
+
+VERDICT = {"name": "kivi 2 bit", "kl": 0.2, "rival_kl": 0.1, "how": "somehow", "holds": False}
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Parts that only note that they ran."""
+    ran: list[tuple[str, bool]] = []
+
+    def fake(name: str, result: Any) -> Any:
+        def run(quick: bool) -> Any:
+            ran.append((name, quick))
+            return result
+
+        return run
+
+    size = {"prompt": 1, "steps": 1}
+    results = {
+        "pool": [{"case": "a case", "value": 1234.5, "unit": "ms"}],
+        "quality": {"size": size, "outcomes": [], "verdicts": [VERDICT]},
+    }
+    monkeypatch.setattr(program, "PARTS", {n: fake(n, r) for n, r in results.items()})
+    return ran
+
+
+def test_only_selected_parts_run(parts: list[tuple[str, bool]]) -> None:
+    assert program.main(["pool", "--quick"]) == 0
+    assert parts == [("pool", True)]
+
+
+def test_all_parts_run_and_both_files_are_written(
+    parts: list[tuple[str, bool]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["--out", str(tmp_path / "found.json")]) == 0
+    assert parts == [("pool", False), ("quality", False)]
+    assert "does not hold: quality: kivi 2 bit" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "found.json").read_text())
+    assert saved["results"]["quality"]["verdicts"] == [VERDICT]
+    text = (tmp_path / "found.md").read_text()
+    assert "| a case | 1,234.50 | ms |" in text
+    assert "| kivi 2 bit | 0.2000 | 0.1000 | somehow | **no** |" in text
+
+
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        program.main(["qualty"])
+    assert left.value.code == 2
+    assert "quality" in capsys.readouterr().err
+
+
+def test_without_a_model_one_line_says_what_to_do(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program.main(["quality"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "vq models demo" in error
+
+
+def test_the_machine_is_described_without_names_or_paths() -> None:
+    facts = describe(None)
+    assert set(facts) >= {"date", "processor", "cores", "versions"}
+    assert "mlx " in facts["versions"]
+    assert "/" not in facts["processor"]
+
+
+def test_a_race_makes_a_table() -> None:
+    heads = speed.Heads(2, 1, 64)
+    lanes = speed.race(heads, 256, (speed.DENSE, speed.STOCK, "kivi 4 bit"), steps=3)
+    rows = speed.rows_of(heads, 256, lanes)
+    assert [len(lane.seconds) for lane in lanes] == [3, 3, 3]
+    assert (rows[0].wall, rows[0].processor) == (1.0, 1.0)
+    result = {"rows": [vars(row) for row in rows], "targets": [], "growth": []}
+    text = report.speed(result)
+    assert "| 2/1 heads, D=64 | 256 | kivi 4 bit |" in text
+    assert all(lane.cache.offset == 256 + 3 + speed.WARM_UP for lane in lanes)
