@@ -124,7 +124,7 @@ class ChatDesk:
             "model": "default",
             "name": view.model_name,
             "token": self._token() if spec.api_key else "",
-            "parameters": {"max_tokens": spec.max_tokens},
+            "parameters": {"max_tokens": spec.max_tokens, "temperature": _temperature()},
         }
 
     @staticmethod
@@ -182,6 +182,12 @@ class ChatDesk:
         """Ask the keeper to stop; the transcript says when it did."""
         if self.tail is not None and self.answering:
             transcript.stop_file(self.tail.path).touch(mode=0o600)
+
+
+def _temperature() -> float:
+    from veloxquant.config.settings import load_settings
+
+    return load_settings().value("chat.temperature")
 
 
 def state_folder() -> Path:

@@ -64,6 +64,8 @@ SETTINGS: dict[str, Setting] = {
                 ("debug", "info", "warning", "error")),
         Setting("look.theme", str, "auto", "colours of the panel"),
         Setting("look.ascii", bool, False, "draw with ASCII only"),
+        Setting("chat.temperature", float, 0.7, "0: always the likeliest word; 2: wild",
+                low=0, high=2),
         Setting("panel.quit", str, "ask", "the server when the panel closes",
                 ("ask", "stop", "keep")),
     )
@@ -92,12 +94,14 @@ def check(entry: Setting, value: Any) -> Any:
     """
     if value is None and entry.optional:
         return None
+    if entry.kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
     right = isinstance(value, entry.kind) and (entry.kind is bool or not isinstance(value, bool))
     if entry.kind is list:
         right = isinstance(value, list) and all(isinstance(item, str) for item in value)
     if not right:
         raise SettingError(f"{entry.key}={value!r} is not possible; it must be {_legal(entry)}")
-    outside = isinstance(value, int) and not (
+    outside = isinstance(value, int | float) and not (
         (entry.low is None or value >= entry.low) and (entry.high is None or value <= entry.high)
     )
     if outside or (entry.choices and value not in entry.choices):
@@ -130,6 +134,8 @@ def parse(entry: Setting, text: str) -> Any:
     try:
         if entry.kind is int:
             value = int(text.replace("_", ""))
+        elif entry.kind is float:
+            value = float(text)
         elif entry.kind is list:
             value = [part.strip() for part in text.split(",") if part.strip()]
     except ValueError:

@@ -170,3 +170,17 @@ def test_unknown_setting_names_the_near_ones() -> None:
         save_setting("no.such", 1)
     with pytest.raises(SettingError):
         save_setting("server.port", True)
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", 0.0), ("0.7", 0.7), ("2", 2.0)])
+def test_a_number_may_be_written_with_or_without_a_point(text: str, value: float) -> None:
+    found = parse(setting("chat.temperature"), text)
+    assert (found, type(found)) == (value, float)
+    save_setting("chat.temperature", int(value))
+    assert load_settings().value("chat.temperature") == int(value)
+
+
+@pytest.mark.parametrize("text", ["2.1", "-0.1", "nan", "inf", "warm", "true"])
+def test_a_number_out_of_range_is_refused(text: str) -> None:
+    with pytest.raises(SettingError, match="a number at least 0 and at most 2"):
+        parse(setting("chat.temperature"), text)
