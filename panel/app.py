@@ -30,6 +30,7 @@ from veloxquant.panel.state import LinkNews, View, fold
 from veloxquant.panel.text import clean
 
 TICK = 0.5
+MEMORY_TICKS = 10
 # news is drawn at most this often, whatever the flood
 FLUSH = 0.1
 
@@ -129,6 +130,7 @@ class PanelApp(Operate, Scout, App[int]):
         self._pending: list[Any] = []
         self._flushing = False
         self._seen_snapshot = False
+        self._ticks = 0
         self.linked = asyncio.Event()
 
     # ---- life -------------------------------------------------------------------------------
@@ -194,6 +196,9 @@ class PanelApp(Operate, Scout, App[int]):
             self.action_go("run")
 
     def _tick(self) -> None:
+        self._ticks += 1
+        if self._ticks % MEMORY_TICKS == 0:
+            self.measure_memory()
         self.poke()
 
     def watch_view(self) -> None:

@@ -62,6 +62,14 @@ class Scout(_Base):
         """Models, memory and checks, in a thread."""
         self.run_worker(self._scan, thread=True, group="scan", exclusive=True, exit_on_error=False)
 
+    def measure_memory(self) -> None:
+        """Measure the machine's memory again, for the bar at the top."""
+        if self.library is not None:
+            self.run_worker(self._measure, thread=True, group="memory", exit_on_error=False)
+
+    def _measure(self) -> None:
+        self.call_from_thread(self._learn, memory=self._the_library().memory())
+
     def _the_library(self) -> Library:
         if self.library is None:
             self.library = self._make_library()
