@@ -12,7 +12,7 @@ run: setup
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml kernels/packed_attention.c
+$(STAMP): pyproject.toml kernels/packed_attention.c kernels/packed_encode.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "VeloxQuant needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)

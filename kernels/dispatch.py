@@ -13,6 +13,8 @@ Route = Literal["reference", "native"]
 
 NATIVE_ROWS = 32
 """Query rows of one KV head up to which the compiled kernel beats decoding tiles for a GEMM."""
+NATIVE_DECODE_TOKENS = 128
+"""Tokens from which unpacking through the compiled kernel pays for its synchronisation."""
 THREAD_WORK = 1 << 20
 """Elements read from which a second thread pays for its start (about 20 µs)."""
 
@@ -31,6 +33,15 @@ def route(*, rows: int, dim: int, mask: object, use_kernels: bool | None = None)
     if rows > NATIVE_ROWS or dim > native.MAX_DIM - 32 or isinstance(mask, mx.array):
         return "reference"
     return "native" if native.library() is not None else "reference"
+
+
+def decodes_natively(tokens: int) -> bool:
+    """Whether `tokens` tokens are unpacked by the compiled kernel: whole tiles, not a few rows."""
+    return (
+        tokens >= NATIVE_DECODE_TOKENS
+        and mx.default_device() == mx.cpu
+        and native.library() is not None
+    )
 
 
 def threads(elements: int) -> int:

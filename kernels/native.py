@@ -51,6 +51,16 @@ class _Call(ctypes.Structure):
     ]  # fmt: skip
 
 
+class _Rows(ctypes.Structure):
+    """Mirror of `vq_rows`."""
+
+    _fields_ = [
+        ("run", ctypes.POINTER(_Run)), ("batch", ctypes.c_int32), ("heads", ctypes.c_int32),
+        ("dim", ctypes.c_int32), ("out", _PTR), ("part", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
+    ]  # fmt: skip
+
+
 class NativeRun(NamedTuple):
     """A run of tokens as the kernel reads it: arrays with their token axis at capacity.
 
@@ -108,13 +118,18 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def _bytes(a: mx.array) -> np.ndarray:
-    """The array's own memory; bf16 has no numpy type and is seen as uint16."""
+def type_code(dtype: mx.Dtype) -> int:
+    """The kernel's number for a floating type."""
+    return _TYPES[dtype]
+
+
+def seen(a: mx.array) -> np.ndarray:
+    """The array's own memory, evaluated; bf16 has no numpy type and is seen as uint16."""
     return np.asarray(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a)
 
 
 def _describe(run: NativeRun, keep: list[np.ndarray]) -> _Run:
-    data = _bytes(run.data)
+    data = seen(run.data)
     out = _Run()
     out.kind, out.bits, out.group = run.kind, run.bits, run.group
     out.start, out.stop, out.width = run.start, run.stop, run.width
@@ -125,13 +140,13 @@ def _describe(run: NativeRun, keep: list[np.ndarray]) -> _Run:
     typed = run.scale if run.scale is not None else run.data
     out.type = _TYPES[typed.dtype]
     if run.scale is not None:
-        scale = _bytes(run.scale)
+        scale = seen(run.scale)
         out.scale = scale.ctypes.data
         size = scale.itemsize
         out.scale_batch, out.scale_head, out.scale_row = (s // size for s in scale.strides[:3])
         keep.append(scale)
     if run.bias is not None:
-        bias = _bytes(run.bias)
+        bias = seen(run.bias)
         out.bias = bias.ctypes.data
         keep.append(bias)
     if run.levels is not None:
@@ -188,3 +203,19 @@ def attend(
     if status:
         reason = "the shape is not supported" if status == 1 else "memory ran out"
         raise RuntimeError(f"packed attention failed: {reason}")
+
+
+def decode(run: NativeRun, dim: int, threads: int) -> np.ndarray | None:
+    """Tokens of a run as fp32 rows (B, H, T, dim) in the run's basis; None if it has no such form.
+
+    The arrays of the run must be evaluated.
+    """
+    lib = library()
+    if lib is None:
+        return None
+    keep: list[np.ndarray] = []
+    struct = _describe(run, keep)
+    batch, heads = run.data.shape[:2]
+    out = np.empty((batch, heads, run.stop - run.start, dim), dtype=np.float32)
+    call = _Rows(run=ctypes.pointer(struct), batch=batch, heads=heads, dim=dim, out=out.ctypes.data)
+    return None if lib.vq_decode(ctypes.byref(call), threads) else out

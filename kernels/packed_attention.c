@@ -433,5 +433,75 @@ int vq_attend(const vq_call *call, int threads) {
     return failed || parts[0].failed ? 2 : 0;
 }
 
+/* ---- whole rows, for prompts that read packed history --------------------------------- */
+
+typedef struct {
+    const vq_run *run;
+    int32_t batch, heads, dim;
+    float *out; /* (batch, heads, stop - start, dim), in the run's basis */
+    int32_t part, parts;
+} vq_rows;
+
+CLONES static void decode_head(const vq_rows *c, int b, int h) {
+    const vq_run *r = c->run;
+    int64_t tokens = r->stop - r->start;
+    float *out = c->out + ((int64_t)b * c->heads + h) * tokens * c->dim;
+    if (r->kind == AFFINE_CHANNEL) {
+        int words = BLOCK * r->bits / 32;
+        int64_t data = b * r->data_batch + h * r->data_head;
+        int64_t scale = b * r->scale_batch + h * r->scale_head;
+        float x[BLOCK];
+        for (int t = r->start; t < r->stop; t += BLOCK) {
+            int n = r->stop - t < BLOCK ? r->stop - t : BLOCK;
+            for (int d = 0; d < c->dim; d++) {
+                const uint32_t *w = (const uint32_t *)r->data + data + d * r->data_row +
+                                    (int64_t)t * r->bits / 32;
+                int64_t at = scale + d * r->scale_row + t / r->group;
+#define CALL(n) unpack_row(w, words, n, x), scale_row(r, at, BLOCK, words, n, x)
+                FOR_BITS(r->bits, CALL)
+#undef CALL
+                for (int p = 0; p < BLOCK; p++) {
+                    int token = channel_of(p, words, r->bits);
+                    if (token < n) out[(int64_t)(t - r->start + token) * c->dim + d] = x[p];
+                }
+            }
+        }
+        return;
+    }
+    float row[MAX_DIM];
+    int place[MAX_DIM];
+    for (int p = 0; p < r->width; p++) place[p] = place_channel(r, p);
+    for (int t = r->start; t < r->stop; t++, out += c->dim) {
+        token_row(r, b, h, t, row);
+        for (int p = 0; p < r->width; p++)
+            if (place[p] < c->dim) out[place[p]] = row[p];
+    }
+}
+
+static void *decode_part(void *argument) {
+    const vq_rows *c = (const vq_rows *)argument;
+    for (int i = c->part; i < c->batch * c->heads; i += c->parts)
+        decode_head(c, i / c->heads, i % c->heads);
+    return NULL;
+}
+
+/* 0 when done, 1 for a run this file does not take. */
+int vq_decode(const vq_rows *call, int threads) {
+    const vq_run *r = call->run;
+    if (r->width < 1 || r->width > MAX_DIM || call->dim > r->width) return 1;
+    if (r->kind == AFFINE_CHANNEL && r->start % BLOCK) return 1;
+    if (r->kind == CODEBOOK && (r->bits < 1 || r->bits > 6)) return 1;
+    vq_rows two[2] = {*call, *call};
+    for (int i = 0; i < 2; i++) two[i].part = i, two[i].parts = threads > 1 ? 2 : 1;
+    pthread_t other;
+    int started = threads > 1 && pthread_create(&other, NULL, decode_part, &two[1]) == 0;
+    decode_part(&two[0]);
+    if (started)
+        pthread_join(other, NULL);
+    else if (threads > 1)
+        decode_part(&two[1]);
+    return 0;
+}
+
 /* Sizes of the structures, so that a caller built against another layout notices. */
 int vq_abi(void) { return (int)(sizeof(vq_run) * 1000 + sizeof(vq_call)); }

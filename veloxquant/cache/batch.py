@@ -88,23 +88,29 @@ class RowBatch:
         if batch != len(self.rows):
             raise CacheStateError(f"{batch} rows were fed to a batch of {len(self.rows)}")
         self._step = []
-        for i, n in enumerate(self._take_lengths(length)):
+        self._sizes = (heads, length, k_dim, values.shape[-1])
+        self._dtype = keys.dtype
+        self._counts = self._take_lengths(length)
+        step = []
+        for i, n in enumerate(self._counts):
             row_keys = keys[i : i + 1, :, :n] if n != length or batch > 1 else keys
             row_values = values[i : i + 1, :, :n] if n != length or batch > 1 else values
-            self._step.append((n, *self.rows[i].update_and_fetch(row_keys, row_values)))
-        self._dtype = keys.dtype
-        self._sizes = (heads, k_dim, values.shape[-1])
-        self._length = length
-        return self._fetched(own=True)
+            step.append((n, *self.rows[i].update_and_fetch(row_keys, row_values)))
+        if not self._returns_views():
+            return self._padded_arrays(step)
+        self._step = step
+        return self._views(own=True)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What the last `update_and_fetch` returned."""
-        return self._fetched(own=False)
+        if self._returns_views():
+            return self._views(own=False)
+        # Decoded arrays are never kept; they are made again for a layer that shares them.
+        fetched = zip(self._counts, (row.keys_and_values() for row in self.rows), strict=True)
+        return self._padded_arrays([(n, *pair) for n, pair in fetched])
 
-    def _fetched(self, *, own: bool) -> tuple[Any, Any]:
-        heads, k_dim, v_dim = self._sizes
-        if not self._returns_views():
-            return self._padded_arrays()
+    def _views(self, *, own: bool) -> tuple[CacheView, CacheView]:
+        heads, _, k_dim, v_dim = self._sizes
         total = max(keys.shape[2] for _, keys, _ in self._step)
         shape = (len(self.rows), heads, total)
         return (
@@ -115,19 +121,17 @@ class RowBatch:
     def _returns_views(self) -> bool:
         return all(row.batch_views for row in self.rows)
 
-    def _padded_arrays(self) -> tuple[mx.array, mx.array]:
+    def _padded_arrays(self, step: list[tuple[int, Any, Any]]) -> tuple[mx.array, mx.array]:
         """Rows as arrays, the newest token of all rows in the last column but for its padding."""
-        width = self._width()
+        length = self._sizes[1]
+        width = max(keys.shape[2] + length - n for n, keys, _ in step)
         out: tuple[list[mx.array], list[mx.array]] = ([], [])
-        for n, keys, values in self._step:
-            tail = self._length - n
+        for n, keys, values in step:
+            tail = length - n
             room = [(0, 0), (0, 0), (width - keys.shape[2] - tail, tail), (0, 0)]
             out[0].append(mx.pad(keys, room))
             out[1].append(mx.pad(values, room))
         return mx.concatenate(out[0], axis=0), mx.concatenate(out[1], axis=0)
-
-    def _width(self) -> int:
-        return max(keys.shape[2] + self._length - n for n, keys, _ in self._step)
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
@@ -197,13 +201,14 @@ class RowBatch:
 
     def _row_mask(self, mask: mx.array, i: int, n: int, held: int) -> mx.array:
         """The part of a mask (B or 1, heads or 1, L, T) that concerns the tokens of row `i`."""
-        width, before = mask.shape[-1], held - n
-        if width != self._width():
+        length = self._sizes[1]
+        width, wanted = mask.shape[-1], max(k.shape[2] + length - m for m, k, _ in self._step)
+        if width != wanted:
             raise CacheStateError(
-                f"the mask covers {width} tokens, the batch holds {self._width()}; "
+                f"the mask covers {width} tokens, the batch holds {wanted}; "
                 f"methods that give up tokens cannot serve a model with array masks"
             )
-        first = width - self._length - before
+        first = width - length - (held - n)
         mine = mask[i : i + 1] if mask.shape[0] == len(self.rows) else mask
         return mine[..., :n, first : first + held]
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from veloxquant.kernels.native import NativeRun
+from veloxquant.kernels import dispatch
+from veloxquant.kernels.native import PLAIN, NativeRun, decode
 from veloxquant.quantizers.base import Codec, Packed, TokenAxis
 from veloxquant.quantizers.sizes import round_up
 
@@ -177,11 +178,28 @@ class Store:
         For codecs with blocks only whole blocks are unpacked and then cut.
         """
         start, stop = start + self._start, stop + self._start
+        if (rows := self._decode_native(start, stop)) is not None:
+            return rows.astype(dtype)
         block = self.codec.spec.block
         low, high = start // block * block, min(round_up(stop, block), self.capacity)
         part = {name: self._range(name, low, high) for name in self._arrays}
         rows = self.codec.decode(part, dtype)
         return rows[:, :, start - low : stop - low]
+
+    def _decode_native(self, start: int, stop: int) -> mx.array | None:
+        """Buffer positions [start, stop) through the compiled kernel, None if it cannot."""
+        if not dispatch.decodes_natively(stop - start):
+            return None
+        run = self.codec.native(self._arrays, start, stop)
+        if run is None or run.kind == PLAIN:
+            return None
+        mx.eval(list(self._arrays.values()))
+        elements = (stop - start) * run.width * run.data.shape[0] * run.data.shape[1]
+        out = decode(run, self.codec.dim, dispatch.threads(elements))
+        if out is None:
+            return None
+        rows = mx.array(out)
+        return rows if run.basis is None else run.basis.unrotate(rows)  # type: ignore[attr-defined]
 
     def _range(self, name: str, start: int, stop: int) -> mx.array:
         place: TokenAxis = self.codec.axes[name]

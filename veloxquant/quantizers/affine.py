@@ -10,6 +10,7 @@ Source: KIVI (arXiv 2402.02750), section 3.
 import mlx.core as mx
 
 from veloxquant.dsa.mlx_pack import pack
+from veloxquant.kernels import encode
 from veloxquant.kernels.native import AFFINE_CHANNEL, AFFINE_TOKEN, NativeRun
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.sizes import AffineChannelSpec, AffineTokenSpec
@@ -86,8 +87,11 @@ class AffineTokenCodec(Shared):
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D) for any n; every token alone."""
-        padded = _pad_last(x, self.width)
-        return affine_encode(padded, self.spec.bits, self.spec.group, x.dtype)
+        bits, group = self.spec.bits, self.spec.group
+        padded, packed = _pad_last(x, self.width), None
+        if bits != _MLX_ENCODER_BITS:
+            packed = encode.affine(padded, bits, group, x.dtype, along_tokens=False)
+        return affine_encode(padded, bits, group, x.dtype) if packed is None else packed
 
     def _matmul(self, x: mx.array, packed: Packed, *, transpose: bool) -> mx.array:
         return mx.quantized_matmul(
@@ -128,7 +132,10 @@ class AffineChannelCodec(Shared):
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D), n a multiple of the group."""
-        return affine_encode(x.swapaxes(-1, -2), self.spec.bits, self.spec.group, x.dtype)
+        bits, group, packed = self.spec.bits, self.spec.group, None
+        if bits != _MLX_ENCODER_BITS:
+            packed = encode.affine(x, bits, group, x.dtype, along_tokens=True)
+        return affine_encode(x.swapaxes(-1, -2), bits, group, x.dtype) if packed is None else packed
 
     def scores(self, q: mx.array, packed: Packed) -> mx.array:
         """q·Kᵀ: the packed matrix is Kᵀ already."""

@@ -10,8 +10,10 @@ Source: TurboQuant (arXiv 2504.19874) with the residual stage derived in `math/l
 import math
 
 import mlx.core as mx
+import numpy as np
 
 from veloxquant.dsa.mlx_pack import pack, unpack
+from veloxquant.kernels import encode
 from veloxquant.kernels.native import CODEBOOK, NativeRun, table
 from veloxquant.math.lloyd_max import embedded_levels
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
@@ -32,6 +34,8 @@ class CodebookCodec(Shared):
         levels, thresholds = embedded_levels(spec.bits)
         self.levels = mx.array(levels, dtype=mx.float32)
         self._thresholds = thresholds
+        self._cuts = np.asarray(thresholds, dtype=np.float32)
+        self._unit_table = np.asarray(levels, dtype=np.float32)
         self._table = table(levels, 1 / math.sqrt(dim))
         self._lanes = round_up(dim, 32)
         # Sign-plane weights, biggest first: 2 bits are A·s + B·u, 1 bit is c·s.
@@ -56,6 +60,13 @@ class CodebookCodec(Shared):
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D) for any n; every token alone. Norms are bf16, or fp32 for fp32 rows."""
+        narrow = mx.float32 if x.dtype == mx.float32 else mx.bfloat16
+        coded = encode.rotated(
+            x, bits=self.spec.bits, unbiased=self.spec.unbiased, signs=self.rotation.signs,
+            thresholds=self._cuts, levels=self._unit_table,
+        )  # fmt: skip
+        if coded is not None:
+            return {"w": coded[0], "n": coded[1].astype(narrow)}
         x32 = x.astype(mx.float32)
         # Two steps, so that squares of large coordinates stay finite.
         peak = mx.maximum(mx.abs(x32).max(axis=-1, keepdims=True), _TINY)
@@ -78,7 +89,6 @@ class CodebookCodec(Shared):
                 ],
                 axis=-1,
             )
-        narrow = mx.float32 if x.dtype == mx.float32 else mx.bfloat16
         return {"w": words, "n": norm.astype(narrow)}
 
     def _correction(self, y: mx.array, codes: mx.array) -> mx.array:

@@ -21,7 +21,9 @@ class Rotation:
     def __init__(self, dim: int, seed: int) -> None:
         self.dim, self.seed = dim, seed
         self.blocks = hadamard_blocks(dim)
-        self._signs = [mx.array(make_hadamard_diagonal(dim, seed + 7919 * r)) for r in (1, 2)]
+        self.signs = np.stack([make_hadamard_diagonal(dim, seed + 7919 * r) for r in (1, 2)])
+        """(2, dim) fp32 signs of the two rounds."""
+        self._signs = [mx.array(row) for row in self.signs]
         # Blocks do not mix among themselves; a permutation between the rounds does that.
         order = np.random.default_rng(seed + 104_729).permutation(dim)
         self._shuffle = mx.array(order.astype(np.uint32)) if len(self.blocks) > 1 else None
