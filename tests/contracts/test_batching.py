@@ -9,8 +9,11 @@ import pytest
 from cache_lab import EVICTING, READY, small_config
 
 from tests.architectures import prompt, tiny, uncompiled
+from veloxquant.cache.batch import RowBatch
 from veloxquant.cache.builder import new_caches, plan_model
+from veloxquant.cache.exact import ExactRows
 from veloxquant.cache.table import MethodRow, row_of
+from veloxquant.quantizers.sizes import LayerShape
 
 PREFILL_STEP = 32
 Make = Callable[[], list[Any]]
@@ -276,3 +279,35 @@ def test_decoding_keeps_no_graph_alive(method: str, rows: int) -> None:
     mx.synchronize()
     memory, held = mx.get_active_memory() - memory, sum(c.nbytes for c in caches) - held
     assert memory <= 1.05 * held + 64 * 1024
+
+
+class Summing(ExactRows):
+    """Accumulates something that attention never reads, as scorers do."""
+
+    def __init__(self) -> None:
+        super().__init__(LayerShape(4, 2, 64, 64, 4), "summing")
+        self.returns = "views"
+        self.total = mx.zeros(1)
+
+    def observe(self, queries: mx.array, scale: float) -> None:
+        self.total = self.total + queries.sum() * scale
+
+    def extra_arrays(self) -> Iterator[mx.array]:
+        yield self.total
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_attention_never_reads_is_evaluated_with_its_output(rows: int) -> None:
+    batch: Any = Summing() if rows == 1 else RowBatch([Summing() for _ in range(rows)])
+    made = mx.random.normal((3, rows, 4, 1, 64))
+
+    def decode(steps: int) -> int:
+        for _ in range(steps):
+            q, k, v = made + 1  # fresh buffers, which an old graph would keep
+            keys, values = batch.update_and_fetch(k[:, :2], v[:, :2])
+            mx.eval(keys.attend(q, values, 0.1, None))
+        mx.synchronize()
+        return mx.get_active_memory()
+
+    before = decode(8)
+    assert decode(200) - before <= 32 * 1024

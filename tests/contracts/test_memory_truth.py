@@ -127,6 +127,18 @@ def test_a_cache_holds_what_it_says(row: MethodRow, shape: LayerShape) -> None:
     assert cache.offset == 1_088 + STEPS
 
 
+@every_row
+def test_nothing_of_a_prompt_chunk_stays_but_what_is_said(row: MethodRow) -> None:
+    """Arrays that no attention reads yet, such as a scorer's, are evaluated with the output."""
+    config = roomy_config(row, head_dim=64)
+    warmed(config, SMOLLM2)
+    base = settled()
+    cache = new_cache(config, SMOLLM2)
+    prompt(cache, SMOLLM2, PREFILL_CHUNK)
+    growth = settled() - base
+    assert growth <= 1.05 * cache.nbytes + SLACK, (growth, cache.nbytes)
+
+
 @pytest.mark.slow
 @every_row
 @shapes

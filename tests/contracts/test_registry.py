@@ -278,6 +278,17 @@ def test_nothing_is_rewound_after_an_eviction(row: MethodRow) -> None:
     same_state(cache, before)
 
 
+@evicting_rows
+def test_a_batch_is_not_rewound_in_parts(row: MethodRow) -> None:
+    rows = [random_tokens(T, seed=34), random_tokens(9, seed=35)]
+    ragged = Ragged(small_config(row), rows)
+    ragged.prompt(T)
+    feed(ragged.batch, random_tokens(2, seed=36, batch=2), 1)
+    assert ragged.batch.trim(2) == 0
+    assert ragged.batch.offset.tolist() == [T + 2, 11]
+    assert not ragged.batch.is_trimmable()
+
+
 # ---- many sequences -------------------------------------------------------------------------
 
 
