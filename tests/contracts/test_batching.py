@@ -309,5 +309,6 @@ def test_what_attention_never_reads_is_evaluated_with_its_output(rows: int) -> N
         mx.synchronize()
         return mx.get_active_memory()
 
-    before = decode(8)
-    assert decode(200) - before <= 32 * 1024
+    memory, held = decode(8), batch.nbytes
+    memory, held = decode(200) - memory, batch.nbytes - held
+    assert memory <= 1.05 * held + 32 * 1024

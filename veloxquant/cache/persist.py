@@ -119,7 +119,7 @@ def _read(source: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     try:
         loaded = mx.load(str(source), format="safetensors", return_metadata=True)
         arrays, metadata = cast("tuple[dict[str, mx.array], dict[str, str]]", loaded)
-        # Loading is lazy: read now, so that errors show here and the file is not held open.
+        # Loading is lazy: read now, so that errors of the disk show here.
         mx.eval(list(arrays.values()))
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
