@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import pytest
 
 from veloxquant.cache.batch import RowBatch
 from veloxquant.cache.builder import build_layer
@@ -217,3 +218,32 @@ class Ragged:
         out = feed(self.batch, whole, size)
         self.batch.finalize()
         return [out[i : i + 1, :, :n] for i, n in enumerate(lengths)]
+
+
+# ---- tests of every row ---------------------------------------------------------------------
+
+T = 150
+every_row = pytest.mark.parametrize("row", READY, ids=NAMES)
+keeping_rows = pytest.mark.parametrize("row", KEEPING, ids=[r.name for r in KEEPING])
+evicting_rows = pytest.mark.parametrize("row", EVICTING, ids=[r.name for r in EVICTING])
+
+
+def small(row: MethodRow, tokens: Tokens, **fields: Any) -> Any:
+    return new_cache(small_config(row, **fields), shape_of(tokens))
+
+
+def fed(row: MethodRow, tokens: Tokens, size: int | None = None) -> Any:
+    cache = small(row, tokens)
+    feed(cache, tokens, size)
+    return cache
+
+
+def counters(cache: Any) -> dict[str, Any]:
+    """Documented counters: properties named for bytes or tokens."""
+    names = [
+        name
+        for name in dir(type(cache))
+        if isinstance(getattr(type(cache), name, None), property)
+        and (name.endswith("_bytes") or name.startswith("tokens_"))
+    ]
+    return {name: getattr(cache, name) for name in names}
