@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,12 @@ class InProcess(Supervised):
             await self.controller.close(0.0)
             await self._server.close()
             self._server = None
+
+
+@pytest.fixture(scope="session")
+def living() -> Callable[[Path], dict[int, str]]:
+    """Tells which processes of a state folder live, for fixtures that outlast a test."""
+    return processes_of
 
 
 @pytest.fixture
