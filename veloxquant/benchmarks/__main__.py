@@ -63,7 +63,10 @@ def _missed(results: dict[str, Any]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the selected parts, print their tables, and write them to files when asked to."""
     parser = argparse.ArgumentParser(prog="veloxquant.benchmarks", description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all when none is given")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", choices=[*PARTS, []],
+        help=", ".join(PARTS) + "; all when none is given",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="fewer settings, shorter text")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write FILE.json and FILE.md beside each other"
