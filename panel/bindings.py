@@ -65,9 +65,10 @@ KEYS: tuple[Key, ...] = (
     Key("fit.more_context", "plus,equals_sign", "more", "double the context", 2),
     Key("fit.less_context", "minus", "less context", "halve the context", 3),
     Key("fit.type_context", "c", "type context", "type the context in tokens", 4),
-    Key("fit.batch", "b", "batch", "next batch size: 1, 2, 4, 8, 16", 5),
-    Key("fit.why", "v", "planned", "show methods that are not built yet, and why", 6),
-    Key("fit.refresh", "r", "refresh", "measure the free memory again", 7),
+    Key("fit.settings", "s", "settings", "settings of this method, such as its bits", 5),
+    Key("fit.batch", "b", "batch", "next batch size: 1, 2, 4, 8, 16", 6),
+    Key("fit.why", "v", "planned", "show methods that are not built yet, and why", 7),
+    Key("fit.refresh", "r", "refresh", "measure the free memory again", 8),
     Key("fit.back", "escape", "models", "back to the models"),
     # run
     Key("run.stop", "x", "stop", "stop the server", 1),

@@ -5,9 +5,11 @@ into a transcript file, so changing the area or closing the panel cancels nothin
 """
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from veloxquant.panel.state import View
 from veloxquant.panel.transcript import Tail, Turn, Writer
 
 POLL_S = 0.05
-# a keeper that was just started has not locked its file yet
-START_S = 5.0
+# an answer that has ended leaves a process that ends at once
+REAP_S = 2.0
 _FOLDER = "chats"
+# keepers may outlive this process; those that ended are reaped when the next one ends
+_KEEPERS: list["subprocess.Popen[bytes]"] = []
 
 
 class DeskError(Exception):
@@ -73,7 +77,11 @@ class ChatDesk:
         job = await asyncio.to_thread(self._write_question, text, view)
         self._waiting = True
         self._changed()
-        self._keeper = await asyncio.to_thread(self._start_keeper, job)
+        try:
+            self._keeper = await asyncio.to_thread(self._start_keeper, job)
+        except OSError:
+            self._waiting = False
+            raise
         await self.follow()
 
     async def again(self, view: View) -> None:
@@ -112,7 +120,7 @@ class ChatDesk:
     def _write_question(self, text: str, view: View) -> dict[str, Any]:
         if self.tail is None:
             self.tail = Tail(transcript.create(self.folder))
-        with Writer(self.tail.path) as writer:
+        with _writer(self.tail.path) as writer:
             writer.write(kind="user", text=text)
         self.tail.read()
         spec = view.spec
@@ -147,36 +155,33 @@ class ChatDesk:
             start_new_session=True,
         )
         assert keeper.stdin is not None
-        with keeper.stdin as pipe:
-            pipe.write(json.dumps(job).encode())
+        _KEEPERS.append(keeper)
+        # one that ended before it read its job is noticed by `follow`
+        with contextlib.suppress(BrokenPipeError):
+            keeper.stdin.write(json.dumps(job).encode())
+        with contextlib.suppress(BrokenPipeError):
+            keeper.stdin.close()
         return keeper
 
     async def follow(self) -> None:
-        """Read the transcript until its answer has ended."""
-        waited = 0.0
-        while (tail := self.tail) is not None:
+        """Read the transcript until its answer has ended, or another conversation is open."""
+        tail, keeper = self.tail, self._keeper
+        while tail is not None and tail is self.tail:
+            ended = keeper is None or keeper.poll() is not None
             if tail.read():
-                self._waiting = False
+                self._waiting = self._waiting and tail.turns[-1].role == "user"
                 self._changed()
-            if not self._waiting and tail.settle():
-                self._changed()
-            if not self._waiting and not tail.is_open:
-                break
+            if self._waiting and ended:
+                # it ended without a word; the conversation says so, or it would wait for ever
+                await asyncio.to_thread(_write_fault, tail.path)
+                continue
+            if not self._waiting:
+                if tail.settle():
+                    self._changed()
+                if not tail.is_open:
+                    break
             await asyncio.sleep(POLL_S)
-            waited += POLL_S
-            gone = self._keeper is not None and self._keeper.poll() is not None
-            if self._waiting and (gone or waited > START_S):
-                self._waiting = False
-                self._changed()
-        await asyncio.to_thread(self._reap)
-
-    def _reap(self) -> None:
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            try:
-                keeper.wait(timeout=2.0)
-            except subprocess.TimeoutExpired:
-                self._keeper = keeper
+        await asyncio.to_thread(_reap, keeper)
 
     def stop(self) -> None:
         """Ask the keeper to stop; the transcript says when it did."""
@@ -188,6 +193,34 @@ def _temperature() -> float:
     from veloxquant.config.settings import load_settings
 
     return load_settings().value("chat.temperature")
+
+
+def _writer(path: Path) -> Writer:
+    """A writer; the keeper of the answer before may hold the file for another moment."""
+    deadline = time.monotonic() + REAP_S
+    while True:
+        try:
+            return Writer(path)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
+
+
+def _write_fault(path: Path) -> None:
+    with _writer(path) as writer:
+        writer.write(kind="answer", model="")
+        writer.write(
+            kind="fault", message="The answer could not be begun.", hint="ctrl+r asks again."
+        )
+
+
+def _reap(keeper: "subprocess.Popen[bytes] | None") -> None:
+    """Leave no zombie."""
+    if keeper is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            keeper.wait(timeout=REAP_S)
+    _KEEPERS[:] = [keeper for keeper in _KEEPERS if keeper.poll() is None]
 
 
 def state_folder() -> Path:

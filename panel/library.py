@@ -4,9 +4,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -25,9 +26,10 @@ from veloxquant.panel.ports import (
     Report,
     SettingItem,
 )
-from veloxquant.panel.text import clean
+from veloxquant.panel.text import clean, settings_words
 from veloxquant.planning import doctor
 from veloxquant.planning.fit import FitRow, best_start, fit_table
+from veloxquant.planning.method_settings import SettingsError, fields_of, parse_setting, refusal
 from veloxquant.planning.model_shape import ModelShape, ShapeError, read_shape
 from veloxquant.planning.models import LocalModel, Scan, model_roots, scan_models
 from veloxquant.planning.room import Room, measure_room
@@ -102,7 +104,7 @@ class PlanningLibrary:
 
     def keep_start(self, spec: LaunchSpec) -> None:
         """Remember a start that was accepted."""
-        save_last(spec.name or spec.model, spec.method, spec.context)
+        save_last(spec.name or spec.model, spec.method, spec.context, spec.options)
 
     def free_port(self, host: str, wanted: int) -> int:
         """`wanted`, or the next port that can be bound; `wanted` when none can."""
@@ -154,7 +156,14 @@ class PlanningLibrary:
 
     # ---- method tables ----------------------------------------------------------------------
 
-    def fit(self, model: ModelItem, context: int, batch: int, own: int = 0) -> FitReport:
+    def fit(
+        self,
+        model: ModelItem,
+        context: int,
+        batch: int,
+        own: int = 0,
+        options: Mapping[str, dict[str, Any]] | None = None,
+    ) -> FitReport:
         """The method table for one model.
 
         Raises:
@@ -168,7 +177,7 @@ class PlanningLibrary:
                 "Pick another model: press 1.",
             ) from error  # fmt: skip
         room = self._room(own)
-        table = fit_table(shape, context, batch, room.nbytes)
+        table = fit_table(shape, context, batch, room.nbytes, options=options)
         best = best_start(table)
         return FitReport(
             model=model,
@@ -182,6 +191,29 @@ class PlanningLibrary:
             notes=shape.notes,
             best=best.method if best else "",
         )
+
+    def method_settings(self, method: str) -> str:
+        """The settings of a method with their defaults; those that are unset have no value."""
+        return settings_words({name: f.default for name, f in fields_of(method).items()})
+
+    def parse_settings(self, method: str, text: str) -> dict[str, Any]:
+        """Settings from `name=value` words; a number alone is the bit width.
+
+        Raises:
+            CommandFailed: with the reason.
+        """
+        options: dict[str, Any] = {}
+        try:
+            for word in text.split():
+                name, is_pair, value = word.partition("=")
+                if not is_pair:
+                    name, value = "bit_width_inlier", word
+                options[name] = parse_setting(method, name, value)
+        except SettingsError as error:
+            raise CommandFailed("usage", str(error)) from error
+        if reason := refusal(method, options):
+            raise CommandFailed("usage", reason)
+        return options
 
     # ---- the demo model ---------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ The screens see only these shapes. The real ones are `control.py` (the superviso
 `library.py` (planning), both imported after the first paint; tests bring their own.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -150,11 +150,32 @@ class Library(Protocol):
         """Models on this machine, those that can run first."""
         ...
 
-    def fit(self, model: ModelItem, context: int, batch: int, own: int = 0) -> FitReport:
+    def fit(
+        self,
+        model: ModelItem,
+        context: int,
+        batch: int,
+        own: int = 0,
+        options: Mapping[str, dict[str, Any]] | None = None,
+    ) -> FitReport:
         """The method table for one model; `own` bytes of a server that it would replace.
+
+        `options` are settings by method.
 
         Raises:
             CommandFailed: when the model's sizes cannot be read.
+        """
+        ...
+
+    def method_settings(self, method: str) -> str:
+        """The settings of a method, with their defaults, as `parse_settings` reads them."""
+        ...
+
+    def parse_settings(self, method: str, text: str) -> dict[str, Any]:
+        """Settings from `name=value` words; a number alone is the bit width.
+
+        Raises:
+            CommandFailed: when the method has no such setting or it cannot have the value.
         """
         ...
 
@@ -171,7 +192,7 @@ class Library(Protocol):
         ...
 
     def last_start(self) -> dict[str, object]:
-        """`model` (its name), `method` and `context` of the last start; empty when unknown."""
+        """`model` (its name), `method`, `options` and `context` of the last start, if known."""
         ...
 
     def keep_start(self, spec: LaunchSpec) -> None:

@@ -34,6 +34,9 @@ def propose(
                 context if isinstance(context, int) else 0,
                 template,
             )
+            options = last.get("options")
+            if method == spec.method and isinstance(options, dict):
+                spec = msgspec.structs.replace(spec, options=options)
             return Proposal(model, spec, "what ran here last")
     for model in models:
         if model.runnable and model.fits_tokens != 0:

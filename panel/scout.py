@@ -119,7 +119,14 @@ class Scout(_Base):
                 self.picked = model
         self.switch_mode("fit")
 
-    def load_fit(self, model: ModelItem, context: int, batch: int, answer: FitAnswer) -> None:
+    def load_fit(
+        self,
+        model: ModelItem,
+        context: int,
+        batch: int,
+        options: dict[str, dict[str, Any]],
+        answer: FitAnswer,
+    ) -> None:
         """Compute a method table; only the newest question is answered."""
         view = self.view
         # a running server would be stopped first: its memory counts as free
@@ -129,7 +136,7 @@ class Scout(_Base):
             worker = get_current_worker()
             report, problem = None, None
             try:
-                report = self._the_library().fit(model, context, batch, own)
+                report = self._the_library().fit(model, context, batch, own, options)
             except CommandFailed as error:
                 problem = error
             if not worker.is_cancelled:

@@ -6,6 +6,7 @@ and wrapped in `Content`, which Textual never parses.
 """
 
 import re
+from collections.abc import Mapping
 
 from textual.content import Content
 
@@ -97,3 +98,18 @@ def pad(text: str, cells: int, *, right: bool = False) -> str:
     """A cleaned line padded with blanks to `cells` terminal cells; `right` aligns to the right."""
     gap = " " * max(0, cells - width(text))
     return gap + text if right else text + gap
+
+
+def settings_words(options: Mapping[str, object]) -> str:
+    """Settings of a method in words, as they are typed; what is unset stays empty."""
+    return " ".join(f"{name}={_typed(value)}" for name, value in options.items())
+
+
+def _typed(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value)

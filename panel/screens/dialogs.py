@@ -1,6 +1,6 @@
 """Typed modal dialogs: each returns the chosen word, or nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -98,6 +98,44 @@ class AskNumber(ModalScreen[int]):
         self.query_one("#number-error", Static).update(
             Content.styled("give a number of tokens, like 32768 or 32k", "$state-warn")
         )
+
+
+class AskText(ModalScreen[str | None]):
+    """A line of text that `check` finds nothing wrong with; dismisses None for nothing."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss(None)", "back", id="text.back")
+    ]
+
+    def __init__(self, title: str, about: str, value: str, check: Callable[[str], str]) -> None:
+        """`check` gives the sentence to show when the text cannot be taken."""
+        super().__init__()
+        self.heading = title
+        self.about = about
+        self.value = value
+        self.check = check
+
+    def compose(self) -> ComposeResult:
+        """What is asked, the field, and where errors go."""
+        with Vertical(classes="dialog") as box:
+            box.border_title = Content(self.heading)
+            yield Static(Content.styled(self.about, "$muted"))
+            yield Input(self.value)
+            yield Static("", id="text-error")
+
+    def on_mount(self) -> None:
+        """Type at once; the old text is selected."""
+        field = self.query_one(Input)
+        field.focus()
+        field.action_select_all()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Take it, or say what is wrong."""
+        problem = self.check(event.value)
+        if not problem:
+            self.dismiss(event.value)
+            return
+        self.query_one("#text-error", Static).update(Content.styled(problem, "$state-warn"))
 
 
 def parse_tokens(text: str) -> int:

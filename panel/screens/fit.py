@@ -1,6 +1,6 @@
 """What fits: every method for one model at one context, and where the memory goes."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from textual import on
@@ -14,9 +14,9 @@ from veloxquant.panel import bindings, units
 from veloxquant.panel.ports import CommandFailed, FitItem, FitReport
 from veloxquant.panel.proposal import spec_for
 from veloxquant.panel.screens.area import AreaScreen
-from veloxquant.panel.screens.dialogs import AskNumber
+from veloxquant.panel.screens.dialogs import AskNumber, AskText
 from veloxquant.panel.state import View
-from veloxquant.panel.text import clean
+from veloxquant.panel.text import clean, settings_words
 from veloxquant.panel.widgets.fit_bars import FitBars
 from veloxquant.panel.widgets.longest import LongestPane
 from veloxquant.panel.widgets.table import Column, PickTable, Row
@@ -54,6 +54,7 @@ class FitScreen(AreaScreen):
         self.context = 8_192
         self.rows_at_once = 1
         self.show_planned = False
+        self.options: dict[str, dict[str, Any]] = {}
         self._model = ""
 
     def body(self) -> ComposeResult:
@@ -85,6 +86,9 @@ class FitScreen(AreaScreen):
             self._model = model.path
             self.context = spec_for(model, template=self.panel.template).context
             self.report = None
+            found = self.panel.proposal
+            if found is not None and found.spec.model == model.path and found.spec.options:
+                self.options = {found.spec.method: found.spec.options}
             self.load()
 
     def show(self, view: View, now: float) -> None:
@@ -98,7 +102,7 @@ class FitScreen(AreaScreen):
         """Compute the table in a thread."""
         model = self.panel.picked
         if model is not None:
-            self.panel.load_fit(model, self.context, self.rows_at_once, self._loaded)
+            self.panel.load_fit(model, self.context, self.rows_at_once, self.options, self._loaded)
         self._draw()
 
     def _loaded(self, report: FitReport | None, problem: CommandFailed | None) -> None:
@@ -197,6 +201,8 @@ class FitScreen(AreaScreen):
         if row.ready and row.kv is not None and (base := self._fp16()):
             parts.append((f"\n{base / max(1, row.kv):.1f}x smaller than fp16", "$mem-kv"))
             parts.append((f" at {report.context:,} tokens", "$muted"))
+        if options := self.options.get(row.method):
+            parts.append((f"\nsettings {clean(settings_words(options), 200)}", "$primary"))
         parts += self._figures(row, report)
         if row.note:
             parts.append((f"\n{clean(row.note, 400)}", "$state-warn" if not row.fits else "$muted"))
@@ -259,6 +265,32 @@ class FitScreen(AreaScreen):
 
         self.app.push_screen(AskNumber("CONTEXT", about, self.context), take)
 
+    def action_settings(self) -> None:
+        """Ask for settings of the picked method."""
+        method, library = self.query_one(PickTable).key, self.panel.library
+        if library is None or method not in [row.method for row in self._ready()]:
+            return
+        legal = library.method_settings(method)
+        if not legal:
+            self.notify(f"{method} has no settings", markup=False)
+            return
+
+        def check(text: str) -> str:
+            try:
+                library.parse_settings(method, text)
+            except CommandFailed as problem:
+                return clean(problem.message, 300)
+            return ""
+
+        def take(text: str | None) -> None:
+            if text is not None:
+                self.options = self.options | {method: library.parse_settings(method, text)}
+                self.load()
+
+        about = f"name=value, with blanks between; a number alone is the bits\nnow: {legal}"
+        value = settings_words(self.options.get(method, {}))
+        self.app.push_screen(AskText(f"SETTINGS OF {method.upper()}", about, value, check), take)
+
     def action_batch(self) -> None:
         """The next batch size."""
         at = _BATCHES.index(self.rows_at_once) if self.rows_at_once in _BATCHES else -1
@@ -290,6 +322,7 @@ class FitScreen(AreaScreen):
             )
             return
         spec = spec_for(report.model, row.method, self.context, self.panel.template)
+        spec = msgspec.structs.replace(spec, options=self.options.get(row.method, {}))
         if self.rows_at_once > 1:
             spec = msgspec.structs.replace(spec, batch=self.rows_at_once)
         if row.fits:

@@ -128,9 +128,20 @@ class FakeLibrary:
     def keep_start(self, spec: LaunchSpec) -> None:
         self.last = {"model": spec.name, "method": spec.method, "context": spec.context}
 
-    def fit(self, model: ModelItem, context: int, batch: int, own: int = 0) -> FitReport:
+    def fit(
+        self, model: ModelItem, context: int, batch: int, own: int = 0, options: Any = None
+    ) -> FitReport:
         self.asked.append((model.path, context, batch))
+        self.options = options
         return fit_report(model, context, batch)
+
+    def method_settings(self, method: str) -> str:
+        return "bit_width_inlier=2 residual_length=32"
+
+    def parse_settings(self, method: str, text: str) -> dict[str, Any]:
+        if not text.isdigit():
+            raise CommandFailed("usage", f"{text!r} is no setting of {method}")
+        return {"bit_width_inlier": int(text)}
 
     def free_port(self, host: str, wanted: int) -> int:
         return wanted

@@ -51,7 +51,7 @@ class PlannedLibrary(fakes.FakeLibrary):
 
         return Memory(6 * fakes.GIB, 16 * fakes.GIB, 8 * fakes.GIB)
 
-    def fit(self, model, context, batch, own=0):
+    def fit(self, model, context, batch, own=0, options=None):
         """Real bytes of a model that is not here."""
         from veloxquant.cache import plans
         from veloxquant.panel.library import _fit_item

@@ -70,3 +70,28 @@ async def test_without_a_server_nothing_is_lost(make_app, settled, until, text_o
         await until(pilot, lambda: "no server is ready" in text_of(app))
         assert app.screen.query_one(Prompt).text == "hi", "the question stays in its field"
         assert not app.desk.turns
+
+
+async def test_a_keeper_that_cannot_begin_is_said(make_app, settled, until, text_of, monkeypatch):
+    from veloxquant.panel import chat_desk
+
+    monkeypatch.setattr(chat_desk.sys, "executable", "/bin/false")
+    app = make_app(serving_at(1))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await ready_to_type(pilot, until, app)
+        await pilot.press(*"hi", "enter")
+        await until(pilot, lambda: "could not be begun" in text_of(app))
+        await until(pilot, lambda: not app.chat_is_answering())
+
+
+async def test_the_file_of_an_answer_that_just_ended_is_waited_for(tmp_path):
+    import threading
+
+    from veloxquant.panel import transcript
+    from veloxquant.panel.chat_desk import _writer
+
+    path = transcript.create(tmp_path)
+    first = transcript.Writer(path)
+    threading.Timer(0.1, first.close).start()
+    _writer(path).close()

@@ -3,6 +3,7 @@
 import json
 import struct
 
+import msgspec
 import pytest
 
 from veloxquant.panel.library import PlanningLibrary, _demo_answer
@@ -79,6 +80,28 @@ def test_checks_settings_memory_and_last_start(models):
     again = propose(tuple(items), library.last_start(), library.template())
     assert (again.model.name, again.spec.method, again.spec.context) == ("good", "kivi", 1024)
     assert again.why == "what ran here last"
+    spec = spec_for(good, "kivi", 1024, library.template())
+    library.keep_start(msgspec.structs.replace(spec, options={"bit_width_inlier": 4}))
+    again = propose(tuple(items), library.last_start(), library.template())
+    assert again.spec.options == {"bit_width_inlier": 4}
+
+
+def test_settings_of_a_method_are_read_and_refused_in_words(models):
+    library = PlanningLibrary()
+    assert "bit_width_inlier=2" in library.method_settings("kivi")
+    assert library.method_settings("fp16") == ""
+    options = library.parse_settings("kivi", "4 residual_length=64")
+    assert options == {"bit_width_inlier": 4, "residual_length": 64}
+    for text in ("7", "x", "n_heads=3", "residual_length=", "=4"):
+        with pytest.raises(CommandFailed) as raised:
+            library.parse_settings("kivi", text)
+        assert raised.value.message
+    good = next(item for item in library.models() if item.name == "good")
+    sizes = [
+        next(row.kv for row in library.fit(good, 2048, 1, 0, given).rows if row.method == "kivi")
+        for given in ({}, {"kivi": options})
+    ]
+    assert sizes[1] > 1.3 * sizes[0]
 
 
 def test_a_proposal_is_cut_to_what_fits(models):

@@ -93,6 +93,26 @@ async def test_models_fit_start(make_app, settled, until, text_of):
         await until(pilot, lambda: app.fake_library.last, "the start to be remembered")
 
 
+async def test_settings_of_a_method_are_asked_for_and_started(make_app, settled, until, text_of):
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("p", "enter")
+        await until(pilot, lambda: "MAX CTX" in text_of(app) and "kivi" in text_of(app))
+        await pilot.press("down", "s")
+        await until(pilot, lambda: "SETTINGS OF KIVI" in text_of(app), "the question")
+        assert "residual_length=32" in text_of(app)
+        await pilot.press("x", "enter")
+        await until(pilot, lambda: "'x' is no setting of kivi" in text_of(app), "the refusal")
+        await pilot.press("backspace", "4", "enter")
+        given = {"kivi": {"bit_width_inlier": 4}}
+        await until(pilot, lambda: app.fake_library.options == given, "a table with them")
+        await until(pilot, lambda: "settings bit_width_inlier=4" in text_of(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.fake_control.commands, "the start")
+        assert (started(app).method, started(app).options) == ("kivi", given["kivi"])
+
+
 async def test_planned_methods_are_collapsed_and_say_why(make_app, settled, until, text_of):
     app = make_app()
     async with app.run_test(size=(160, 50)) as pilot:
