@@ -15,6 +15,7 @@ from veloxquant.cli.starting import summary, wait_until_ready
 from veloxquant.config.last_start import load_last, save_last
 from veloxquant.config.settings import Settings, load_settings
 from veloxquant.planning.fit import best_start, fit_row, fit_table
+from veloxquant.planning.method_settings import refusal
 from veloxquant.planning.model_shape import ModelShape
 from veloxquant.planning.models import LocalModel
 from veloxquant.planning.room import Room
@@ -57,7 +58,7 @@ def up(args: argparse.Namespace) -> int:
     _guard(wanted, room, settings, force=args.force)
     spec = _spec(args, wanted, settings)
     call("start", {"spec": spec}, start=True)
-    save_last(wanted.model.name, wanted.method, wanted.context)
+    save_last(wanted.model.name, wanted.method, wanted.context, wanted.options)
     if args.detach:
         data = summary(call("status"))
         result(envelope(data) if args.json else f"{data['phase']}: {wanted.model.name}")
@@ -91,6 +92,9 @@ def _choose(args: argparse.Namespace, settings: Settings) -> Wanted:
         method = found.method if found else "turboquant_rvq"
         talk(f"method {method} (the first that fits)")
     options = parse_overrides(args.overrides, method, args.bits)
+    if not options and args.model is None and args.method is None and method == again:
+        kept = last.get("options", {})
+        options = {} if refusal(method, kept) else kept
     if not row_of(method).is_ready:
         raise CliError(
             f"The method {method} is documented but not built yet.",

@@ -1,4 +1,4 @@
-"""The last model, method and context that were started, to propose them again."""
+"""The last start: model, method with its settings, and context, to propose it again."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ from typing import Any
 from veloxquant.config.files import write_atomically
 from veloxquant.config.folders import folders
 
-_TYPES = {"model": str, "method": str, "context": int}
+_TYPES = {"model": str, "method": str, "context": int, "options": dict}
 
 
 def _path() -> Any:
@@ -15,7 +15,7 @@ def _path() -> Any:
 
 
 def load_last() -> dict[str, Any]:
-    """`model`, `method` and `context` of the last start; empty when unknown or unreadable."""
+    """`model`, `method`, `context` and, if any, `options` of the last start; empty when unknown."""
     try:
         value = json.loads(_path().read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -25,8 +25,9 @@ def load_last() -> dict[str, Any]:
     return {key: value[key] for key, kind in _TYPES.items() if isinstance(value.get(key), kind)}
 
 
-def save_last(model: str, method: str, context: int) -> None:
+def save_last(model: str, method: str, context: int, options: dict[str, Any] | None = None) -> None:
     """Remember a start; a folder that cannot be written is not worth an error."""
-    text = json.dumps({"model": model, "method": method, "context": context})
+    record: dict[str, Any] = {"model": model, "method": method, "context": context}
+    text = json.dumps(record | ({"options": options} if options else {}))
     with contextlib.suppress(OSError):
         write_atomically(_path(), text + "\n")

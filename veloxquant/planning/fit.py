@@ -4,7 +4,7 @@ All bytes of compressed layers come from the method table (`cache/table.py`), wh
 follow too; there is no second table of ratios.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -215,14 +215,18 @@ def fit_table(
     room: int,
     *,
     methods: Sequence[str] = (),
+    options: Mapping[str, dict[str, Any]] | None = None,
 ) -> list[FitRow]:
     """All methods for one model at `context` tokens and `batch` conversations, best first.
 
     Methods that fit come first; among them those that keep every token, by longest context, then by
-    bytes. Those left out come last.
+    bytes. Those left out come last. `options` are settings by method.
     """
     rows = [row_of(name) for name in methods] or list(TABLE.values())
-    table = [fit_row(model, row, context, batch, room) for row in rows]
+    options = options or {}
+    table = [
+        fit_row(model, row, context, batch, room, options=options.get(row.name)) for row in rows
+    ]
     return sorted(table, key=_rank)
 
 

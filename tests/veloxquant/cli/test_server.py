@@ -56,9 +56,14 @@ def test_up_prints_the_base_url_and_remembers(run: Run, demo: Path, supervisor: 
     spec = dict(supervisor.calls)["start"]["spec"]
     assert LaunchSpec(**spec).options == {"bit_width_inlier": 4, "kivi_group_size": 64}
     assert (spec["model"], spec["name"], spec["context"]) == (str(demo), "Tiny-1B", 4096)
-    assert load_last() == {"model": "Tiny-1B", "method": "kivi", "context": 4096}
+    options = {"bit_width_inlier": 4, "kivi_group_size": 64}
+    last = {"model": "Tiny-1B", "method": "kivi", "context": 4096, "options": options}
+    assert load_last() == last
     assert run("up", "--json")[0] == 0  # the same again
-    assert supervisor.calls[-2][1]["spec"]["method"] == "kivi"
+    again = LaunchSpec(**dict(supervisor.calls[-2:])["start"]["spec"])
+    assert (again.method, again.options) == ("kivi", options)
+    assert run("up", "Tiny-1B", "--method", "kivi", "--detach")[0] == 0
+    assert "options" not in load_last(), "a method that is named comes with its defaults"
 
 
 def test_up_detached_returns_at_once(run: Run, demo: Path, supervisor: Any) -> None:

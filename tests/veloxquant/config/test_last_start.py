@@ -29,3 +29,13 @@ def test_a_folder_that_cannot_be_made_is_no_error(
     monkeypatch.setenv("VELOXQUANT_HOME", str(tmp_path / "file"))
     save_last("model", "kivi", 4096)
     assert load_last() == {}
+
+
+def test_settings_of_the_method_are_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VELOXQUANT_HOME", str(tmp_path))
+    save_last("model", "kivi", 4096, {"bit_width_inlier": 4})
+    assert load_last()["options"] == {"bit_width_inlier": 4}
+    save_last("model", "kivi", 4096, {})
+    assert "options" not in load_last()
