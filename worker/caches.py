@@ -68,37 +68,28 @@ def plan_for(model: Any, config: KVCacheConfig) -> CachePlan:
     Raises:
         WorkerFault: `unsupported` when the method cannot serve this model.
     """
-    entries = plain_caches(model)
-    _require_batching(entries)
-    names = [type(entry).__name__ for entry in entries]
-    if config.method == BASELINE:
-        kinds = ["plain"] * len(names)
-        return CachePlan(config, lambda: plain_caches(model), kinds, names, 0, [])
+    names = [type(entry).__name__ for entry in plain_caches(model)]
     from veloxquant.cache.builder import new_caches, plan_model
 
     try:
         plan = plan_model(model, config)
     except QuantizerConfigError as error:
         raise WorkerFault("unsupported", str(error)) from error
+    if not plan.batchable:
+        raise WorkerFault(
+            "unsupported", f"This model cannot serve several requests at once: {plan.no_batch}."
+        )
+    is_baseline = config.method == BASELINE
+    kind = "plain" if is_baseline else "compressed"
     ours = {layer.path[0] for layer in plan.layers if layer.kind == "compressed"}
     return CachePlan(
         config,
         lambda: new_caches(plan, config),
-        ["compressed" if i in ours else "native" for i in range(len(names))],
+        [kind if i in ours else "native" for i in range(len(names))],
         [config.method if i in ours else name for i, name in enumerate(names)],
-        plan.compressed,
+        0 if is_baseline else plan.compressed,
         list(plan.warnings),
     )
-
-
-def _require_batching(entries: Iterable[Any]) -> None:
-    for index, entry in enumerate(entries):
-        if not hasattr(entry, "merge"):
-            raise WorkerFault(
-                "unsupported",
-                f"Layer {index} of this model needs {type(entry).__name__}, "
-                "which cannot serve several requests at once.",
-            )
 
 
 def rows_held(caches: Iterable[Any], row: int) -> int | None:

@@ -29,7 +29,7 @@ class RowBatch:
         # Models with attention of their own may score in five axes and take the mask so.
         self._mask_axes = max((getattr(row, "mask_axes", 4) for row in self.rows), default=4)
         self._remaining: list[int] | None = None
-        self._step: list[tuple[int, Any, Any]] = []
+        self._step: list[tuple[int, CacheView | None]] = []
 
     # ---- mlx-lm's batch protocol --------------------------------------------------------
 
@@ -98,7 +98,8 @@ class RowBatch:
             step.append((n, *self.rows[i].update_and_fetch(row_keys, row_values)))
         if not self._returns_views():
             return self._padded_arrays(step)
-        self._step = step
+        # Arrays of a row are slices of its buffers: held here they would count twice.
+        self._step = [(n, keys if isinstance(keys, CacheView) else None) for n, keys, _ in step]
         return self._views(own=True)
 
     def keys_and_values(self) -> tuple[Any, Any]:
@@ -111,7 +112,7 @@ class RowBatch:
 
     def _views(self, *, own: bool) -> tuple[CacheView, CacheView]:
         heads, _, k_dim, v_dim = self._sizes
-        total = max(keys.shape[2] for _, keys, _ in self._step)
+        total = max(row.size() for row in self.rows)
         shape = (len(self.rows), heads, total)
         return (
             CacheView(self, (*shape, k_dim), self._dtype, is_key=True, own=own),
@@ -178,19 +179,20 @@ class RowBatch:
             raise CacheStateError("the batch changed since this view was made")
         length = queries.shape[2]
         out = []
-        for i, (n, keys, values) in enumerate(self._step):
+        for i, (n, row_view) in enumerate(self._step):
             if n == 0:
-                shape = (1, queries.shape[1], length, values.shape[-1])
+                shape = (1, queries.shape[1], length, self._sizes[3])
                 out.append(mx.zeros(shape, dtype=queries.dtype))
                 continue
             q = queries[i : i + 1, :, :n]
             if isinstance(mask, mx.array):
-                row_mask = self._row_mask(mask, i, n, keys.shape[2])
+                row_mask = self._row_mask(mask, i, n, self.rows[i].size())
             else:
                 row_mask = None if n == 1 else "causal"
-            if isinstance(keys, CacheView):
-                row = keys.cache.attend(q, keys, scale, row_mask, sinks, owner=owner)
+            if row_view is not None:
+                row = row_view.cache.attend(q, row_view, scale, row_mask, sinks, owner=owner)
             else:
+                keys, values = self.rows[i].keys_and_values()
                 row = mx.fast.scaled_dot_product_attention(
                     q, keys, values, scale=scale, mask=row_mask, sinks=sinks
                 )
@@ -202,7 +204,8 @@ class RowBatch:
     def _row_mask(self, mask: mx.array, i: int, n: int, held: int) -> mx.array:
         """The part of a mask (B or 1, heads or 1, L, T) that concerns the tokens of row `i`."""
         length = self._sizes[1]
-        width, wanted = mask.shape[-1], max(k.shape[2] + length - m for m, k, _ in self._step)
+        width, real = mask.shape[-1], [m for m, _ in self._step]
+        wanted = max(r.size() + length - m for r, m in zip(self.rows, real, strict=True))
         if width != wanted:
             raise CacheStateError(
                 f"the mask covers {width} tokens, the batch holds {wanted}; "
