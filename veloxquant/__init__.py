@@ -7,7 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from veloxquant.cache.builder import KVCacheBuilder, KVCacheFactory
     from veloxquant.config.kv_cache import KVCacheConfig
+    from veloxquant.core.abstractions import ArtifactStore, KVCache, QuantizationObserver, Quantizer
+    from veloxquant.core.context import EncodedVector, QuantizationContext, TransformResult
     from veloxquant.core.exceptions import (
         ArtifactNotFoundError,
         BlockPoolExhaustedError,
@@ -17,12 +20,27 @@ if TYPE_CHECKING:
         OwnerAlreadyActiveError,
         QuantizerConfigError,
     )
+    from veloxquant.memory.block import PoolConfig
+    from veloxquant.memory.block_pool import BlockPoolAllocator
+    from veloxquant.memory.pooled_cache import PooledKVCache
 
 __version__ = "0.1.0"
 
 _EXCEPTIONS = "veloxquant.core.exceptions"
 _HOME = {
     "KVCacheConfig": "veloxquant.config.kv_cache",
+    "ArtifactStore": "veloxquant.core.abstractions",
+    "BlockPoolAllocator": "veloxquant.memory.block_pool",
+    "EncodedVector": "veloxquant.core.context",
+    "KVCache": "veloxquant.core.abstractions",
+    "KVCacheBuilder": "veloxquant.cache.builder",
+    "KVCacheFactory": "veloxquant.cache.builder",
+    "PoolConfig": "veloxquant.memory.block",
+    "PooledKVCache": "veloxquant.memory.pooled_cache",
+    "QuantizationContext": "veloxquant.core.context",
+    "QuantizationObserver": "veloxquant.core.abstractions",
+    "Quantizer": "veloxquant.core.abstractions",
+    "TransformResult": "veloxquant.core.context",
     "ArtifactNotFoundError": _EXCEPTIONS,
     "BlockPoolExhaustedError": _EXCEPTIONS,
     "CacheStateError": _EXCEPTIONS,
@@ -34,13 +52,25 @@ _HOME = {
 
 __all__ = [
     "ArtifactNotFoundError",
+    "ArtifactStore",
+    "BlockPoolAllocator",
     "BlockPoolExhaustedError",
     "CacheStateError",
     "CodebookDimensionMismatch",
     "CyclicPipelineError",
+    "EncodedVector",
+    "KVCache",
+    "KVCacheBuilder",
     "KVCacheConfig",
+    "KVCacheFactory",
     "OwnerAlreadyActiveError",
+    "PoolConfig",
+    "PooledKVCache",
+    "QuantizationContext",
+    "QuantizationObserver",
+    "Quantizer",
     "QuantizerConfigError",
+    "TransformResult",
 ]
 
 
