@@ -93,4 +93,6 @@ class Terminal:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(10)
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
