@@ -30,7 +30,7 @@ class _Run(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int32), ("bits", ctypes.c_int32), ("group", ctypes.c_int32),
         ("type", ctypes.c_int32), ("start", ctypes.c_int32), ("stop", ctypes.c_int32),
-        ("width", ctypes.c_int32), ("unused", ctypes.c_int32),
+        ("width", ctypes.c_int32), ("capacity", ctypes.c_int32),
         ("data", _PTR), ("scale", _PTR), ("bias", _PTR), ("levels", _PTR),
         ("data_batch", ctypes.c_int64), ("data_head", ctypes.c_int64), ("data_row", ctypes.c_int64),
         ("scale_batch", ctypes.c_int64), ("scale_head", ctypes.c_int64),
@@ -133,6 +133,8 @@ def _describe(run: NativeRun, keep: list[np.ndarray]) -> _Run:
     out = _Run()
     out.kind, out.bits, out.group = run.kind, run.bits, run.group
     out.start, out.stop, out.width = run.start, run.stop, run.width
+    if run.kind == AFFINE_CHANNEL:
+        out.capacity = data.shape[3] * 32 // run.bits
     item = data.itemsize
     out.data = data.ctypes.data
     out.data_batch, out.data_head, out.data_row = (s // item for s in data.strides[:3])

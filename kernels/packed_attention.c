@@ -35,7 +35,7 @@ typedef struct {
     int32_t kind, bits, group, type; /* type: of rows, scales and norms */
     int32_t start, stop;             /* tokens of the buffer that count */
     int32_t width;                   /* channels stored, padding included */
-    int32_t unused;
+    int32_t capacity;                /* AFFINE_CHANNEL: tokens that the buffer has room for */
     const void *data;                /* rows, or packed words */
     const void *scale, *bias;        /* scales or norms, biases */
     const float *levels;             /* CODEBOOK: 2^bits levels, then POLYNOMIAL_BITS' coefficients */
@@ -262,34 +262,39 @@ INLINE void scores_by_token(const vq_run *r, int b, int h, const float *restrict
 
 /* Channel-major format: a channel's codes of BLOCK tokens at a time, all query rows at once. */
 INLINE void channel_block(const vq_run *r, int64_t data, int64_t scale, const float *restrict q,
-                          int rows, int dim, int bits, float (*restrict acc)[BLOCK]) {
-    int words = BLOCK * bits / 32;
+                          int rows, int dim, int size, int bits, float (*restrict acc)[BLOCK]) {
+    int words = size * bits / 32;
     float x[BLOCK];
     for (int i = 0; i < rows; i++) memset(acc[i], 0, sizeof(float) * BLOCK);
     for (int d = 0; d < dim; d++) {
         const uint32_t *w = (const uint32_t *)r->data + data + d * r->data_row;
         unpack_row(w, words, bits, x);
-        scale_row(r, scale + d * r->scale_row, BLOCK, words, bits, x);
+        scale_row(r, scale + d * r->scale_row, size, words, bits, x);
         for (int i = 0; i < rows; i++) {
             float qd = q[i * dim + d];
-            for (int p = 0; p < BLOCK; p++) acc[i][p] += qd * x[p];
+            for (int p = 0; p < size; p++) acc[i][p] += qd * x[p];
         }
     }
+}
+
+/* Tokens from `t` on that may be unpacked together: a block, or what is left of the buffer. */
+INLINE int block_size(const vq_run *r, int t) {
+    return r->capacity - t < BLOCK ? r->capacity - t : BLOCK;
 }
 
 INLINE void scores_by_channel(const vq_run *r, int b, int h, const float *restrict q, int rows,
                               int dim, float *restrict scores, int64_t stride) {
     float acc[MAX_ROWS][BLOCK];
-    int words = BLOCK * r->bits / 32;
     int64_t data = b * r->data_batch + h * r->data_head;
     int64_t scale = b * r->scale_batch + h * r->scale_head;
     for (int t = r->start; t < r->stop; t += BLOCK) {
         int64_t at = data + (int64_t)t * r->bits / 32, sc = scale + t / r->group;
-#define CALL(n) channel_block(r, at, sc, q, rows, dim, n, acc)
+        int size = block_size(r, t), words = size * r->bits / 32;
+#define CALL(n) channel_block(r, at, sc, q, rows, dim, size, n, acc)
         FOR_BITS(r->bits, CALL)
 #undef CALL
-        int n = r->stop - t < BLOCK ? r->stop - t : BLOCK;
-        for (int p = 0; p < BLOCK; p++) {
+        int n = r->stop - t < size ? r->stop - t : size;
+        for (int p = 0; p < size; p++) {
             int token = channel_of(p, words, r->bits);
             if (token < n)
                 for (int i = 0; i < rows; i++)
@@ -383,6 +388,10 @@ CLONES static void attend_head(const vq_call *c, int b, int h, float *restrict s
     }
 }
 
+static int is_whole(const vq_run *r) {
+    return r->start % BLOCK == 0 && r->capacity % 32 == 0 && r->stop <= r->capacity;
+}
+
 static void *attend_part(void *argument) {
     vq_call *c = (vq_call *)argument;
     float *scores = (float *)malloc(sizeof(float) * (size_t)c->rows * (size_t)c->tokens);
@@ -402,7 +411,7 @@ int vq_attend(const vq_call *call, int threads) {
     for (int k = 0; k < call->n_keys + call->n_values; k++) {
         const vq_run *r = k < call->n_keys ? &call->keys[k] : &call->values[k - call->n_keys];
         if (r->width < 1 || r->width > MAX_DIM) return 1;
-        if (r->kind == AFFINE_CHANNEL && (k >= call->n_keys || r->start % BLOCK)) return 1;
+        if (r->kind == AFFINE_CHANNEL && (k >= call->n_keys || !is_whole(r))) return 1;
         if (r->kind == CODEBOOK && (r->bits < 1 || r->bits > 6)) return 1;
     }
     int heads = call->batch * call->heads;
@@ -447,22 +456,22 @@ CLONES static void decode_head(const vq_rows *c, int b, int h) {
     int64_t tokens = r->stop - r->start;
     float *out = c->out + ((int64_t)b * c->heads + h) * tokens * c->dim;
     if (r->kind == AFFINE_CHANNEL) {
-        int words = BLOCK * r->bits / 32;
         int64_t data = b * r->data_batch + h * r->data_head;
         int64_t scale = b * r->scale_batch + h * r->scale_head;
         float x[BLOCK];
         for (int t = r->start; t < r->stop; t += BLOCK) {
-            int n = r->stop - t < BLOCK ? r->stop - t : BLOCK;
+            int size = block_size(r, t), words = size * r->bits / 32;
+            int left = r->stop - t < size ? r->stop - t : size;
             for (int d = 0; d < c->dim; d++) {
                 const uint32_t *w = (const uint32_t *)r->data + data + d * r->data_row +
                                     (int64_t)t * r->bits / 32;
                 int64_t at = scale + d * r->scale_row + t / r->group;
-#define CALL(n) unpack_row(w, words, n, x), scale_row(r, at, BLOCK, words, n, x)
+#define CALL(n) unpack_row(w, words, n, x), scale_row(r, at, size, words, n, x)
                 FOR_BITS(r->bits, CALL)
 #undef CALL
-                for (int p = 0; p < BLOCK; p++) {
+                for (int p = 0; p < size; p++) {
                     int token = channel_of(p, words, r->bits);
-                    if (token < n) out[(int64_t)(t - r->start + token) * c->dim + d] = x[p];
+                    if (token < left) out[(int64_t)(t - r->start + token) * c->dim + d] = x[p];
                 }
             }
         }
@@ -489,7 +498,7 @@ static void *decode_part(void *argument) {
 int vq_decode(const vq_rows *call, int threads) {
     const vq_run *r = call->run;
     if (r->width < 1 || r->width > MAX_DIM || call->dim > r->width) return 1;
-    if (r->kind == AFFINE_CHANNEL && r->start % BLOCK) return 1;
+    if (r->kind == AFFINE_CHANNEL && !is_whole(r)) return 1;
     if (r->kind == CODEBOOK && (r->bits < 1 || r->bits > 6)) return 1;
     vq_rows two[2] = {*call, *call};
     for (int i = 0; i < 2; i++) two[i].part = i, two[i].parts = threads > 1 ? 2 : 1;

@@ -109,6 +109,26 @@ def test_runs_that_start_and_stop_anywhere_agree(tokens):
     np.testing.assert_allclose(outs[0], outs[1], atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("tokens", [32, 96, 160])
+def test_a_buffer_without_room_to_spare_is_not_read_past_its_end(bits, tokens):
+    rows = mx.random.normal((1, 2, tokens, 64))
+    grown = Store(codec_for(AffineChannelSpec(bits, 32), 64), 128)
+    grown.append(rows)
+    tight = Store(codec_for(AffineChannelSpec(bits, 32), 64), 128)
+    tight.adopt(grown.compact())
+    assert tight.capacity == tokens
+    q = rows[:, :, :1]
+    outs = [
+        attend(q, [keys], [Fresh(rows)], n_kv=2, v_dim=64, scale=0.2, mask=None)
+        for keys in (grown, tight)
+    ]
+    np.testing.assert_allclose(outs[0], outs[1], atol=1e-6)
+    np.testing.assert_allclose(
+        tight.decode(0, tokens, mx.float32), grown.decode(0, tokens, mx.float32), atol=1e-6
+    )
+
+
 def test_shapes_it_cannot_take_go_to_the_reference():
     assert dispatch.route(rows=dispatch.NATIVE_ROWS + 1, dim=64, mask=None) == "reference"
     assert dispatch.route(rows=1, dim=4096, mask=None) == "reference"
