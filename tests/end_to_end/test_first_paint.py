@@ -20,11 +20,13 @@ SLACK = 3.0
 
 
 @pytest.fixture
-def no_supervisor_left(home: Path) -> Iterator[None]:
-    """The panel starts one; `home` fails when it stays."""
+def no_supervisor_left(home: Path, living: Callable[[Path], dict[int, str]]) -> Iterator[None]:
+    """Panels start one, even when they are killed a moment later."""
     yield
-    with contextlib.suppress(NotConnectedError):
-        run_command("shutdown", start=False)
+    while living(home):
+        with contextlib.suppress(NotConnectedError):
+            run_command("shutdown", start=False)
+        time.sleep(0.05)
 
 
 def first_paint(open_panel: Callable[..., Terminal]) -> tuple[float, float]:
