@@ -5,8 +5,6 @@ threads after it, and the model library never.
 """
 
 import asyncio
-import contextlib
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +19,7 @@ from textual.screen import Screen
 from veloxquant.panel import bindings, theme
 from veloxquant.panel.bindings import AREAS
 from veloxquant.panel.commands import ActionProvider
+from veloxquant.panel.farewell import heed
 from veloxquant.panel.operate import Operate
 from veloxquant.panel.ports import Control, Library
 from veloxquant.panel.scout import Scout
@@ -145,15 +144,17 @@ class PanelApp(Operate, Scout, App[int]):
         if self._theme_wanted in self.available_themes:
             self.theme = self._theme_wanted
         self.call_after_refresh(self._begin)
+        if not self.is_headless:
+            loop = asyncio.get_running_loop()
+
+            def leave() -> None:
+                loop.call_soon_threadsafe(self.exit, 0)
+
+            heed(leave)
 
     def _begin(self) -> None:
         """After the first paint: connect, look around, tick."""
         self.set_interval(TICK, self._tick)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            # the terminal is given back as it was; the server goes on
-            with contextlib.suppress(RuntimeError, ValueError):
-                loop.add_signal_handler(number, self.exit, 0)
         self.run_worker(self._live(), group="link", exit_on_error=False)
         self.look_around()
         self.open_desk()
