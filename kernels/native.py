@@ -100,11 +100,13 @@ def table(levels: Sequence[float], scale: float) -> np.ndarray:
 def library() -> ctypes.CDLL | None:
     """The compiled kernel, or None where it was not built or is switched off.
 
-    `VELOXQUANT_NATIVE=0` switches it off.
+    `VELOXQUANT_NATIVE=0` switches it off; a path in it loads that build instead.
     """
-    if os.environ.get("VELOXQUANT_NATIVE", "1") == "0":
+    choice = os.environ.get("VELOXQUANT_NATIVE", "1")
+    if choice == "0":
         return None
-    for path in sorted(Path(__file__).parent.glob("_packed*.so")):
+    built = sorted(Path(__file__).parent.glob("_packed*.so"))
+    for path in [Path(choice)] if "/" in choice else built:
         try:
             lib = ctypes.CDLL(str(path))
             lib.vq_abi.restype = ctypes.c_int

@@ -10,9 +10,11 @@ import mlx.core as mx
 
 from veloxquant.cache.attend import Mask
 from veloxquant.cache.layer import LayerCache
+from veloxquant.cache.plans import COMPUTE_ITEMSIZE, SCORE_BYTES
 from veloxquant.cache.store import Store
 from veloxquant.cache.view import CacheView
 from veloxquant.core.exceptions import CacheStateError
+from veloxquant.quantizers.base import compute_dtype
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.sizes import WINDOW_STEP, LayerShape, PlainSpec
 
@@ -48,12 +50,15 @@ class ExactRows(LayerCache):
         *,
         owner: bool,
     ) -> mx.array:
-        """Attention over the rows in place.
+        """Attention over the rows in place; in tiles where the CPU would hold too many scores.
 
         Raises:
             CacheStateError: when the cache moved on since the view was made.
         """
-        if len(self.runs()[0]) != 1:
+        pairs = queries.shape[0] * queries.shape[1] * queries.shape[2] * self.rows
+        on_cpu = compute_dtype(mx.bfloat16) == mx.float32
+        too_wide = on_cpu and pairs * COMPUTE_ITEMSIZE > SCORE_BYTES
+        if too_wide or len(self.runs()[0]) != 1:
             return super().attend(queries, view, scale, mask, sinks, owner=owner)
         if view.shape[2] != self.rows:
             raise CacheStateError(

@@ -89,7 +89,7 @@ def planned_held(plan: Planner) -> Callable[[KVCacheConfig, LayerShape, int], He
             return plan(config).held(shape, tokens)
         each = [plan(config.with_fields(bit_width_inlier=b)).held(shape, tokens) for b in bits]
         mean = sum(h.nbytes for h in each) // len(each)
-        return Held(mean, tokens, max(h.peak for h in each))
+        return Held(mean, tokens, max(h.peak for h in each), max(h.work for h in each))
 
     return size
 
@@ -115,7 +115,7 @@ def kept_held(shape: LayerShape, tokens: int, rows: int, *, positions: bool, pro
         # Sinks apart from the window are read tile by tile.
         room = max(room, workspace(shape, peak_rows, PREFILL_CHUNK))
     peak = max(nbytes, shape.full_bytes(peak_rows)) + room
-    return Held(nbytes, rows, peak)
+    return Held(nbytes, rows, peak, room)
 
 
 def streaming_llm_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:

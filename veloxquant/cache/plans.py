@@ -114,8 +114,8 @@ class LayerPlan:
         """Bytes, rows and prefill peak of one sequence of `tokens` tokens."""
         nbytes = self.nbytes(shape, tokens)
         plain = isinstance(self.keys.spec, PlainSpec)
-        room = exact_workspace if plain else workspace
-        return Held(nbytes, tokens, nbytes + room(shape, tokens, PREFILL_CHUNK))
+        work = (exact_workspace if plain else workspace)(shape, tokens, PREFILL_CHUNK)
+        return Held(nbytes, tokens, nbytes + work, work)
 
 
 def workspace(shape: LayerShape, tokens: int, chunk: int) -> int:

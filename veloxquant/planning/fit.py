@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from veloxquant.cache.plans import PREFILL_CHUNK, workspace
+from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.cache.table import TABLE, MethodRow, row_of
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
@@ -107,11 +107,10 @@ class Sizer:
         itemsize = 4 if model.backend == "cpu" else 2
         for shape, count in model.layers:
             held = self._held(self.config, shape, tokens)
-            passing = workspace(shape, tokens, PREFILL_CHUNK)
             kv += count * held.nbytes
-            # `held.peak` counts the work of one layer; layers are read one after the other
-            prompt += count * max(held.nbytes, held.peak - passing)
-            work = max(work, passing)
+            # layers are read one after the other: their transient work is needed once
+            prompt += count * max(held.nbytes, held.peak - held.work)
+            work = max(work, held.work)
         rows = min(tokens, PREFILL_CHUNK)
         work += rows * (3 * model.intermediate + 4 * model.hidden) * itemsize
         work += model.vocabulary * 4

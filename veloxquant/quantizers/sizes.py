@@ -29,15 +29,20 @@ class LayerShape(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a layer holds: `nbytes` with growth steps, `rows` kept, `peak` bytes in prefill."""
+    """What a layer holds: `nbytes` with growth steps, `rows` kept, `peak` bytes in prefill.
+
+    `work` is the part of `peak` that is gone once the layer was read: layers are read one after the
+    other, so a model needs it once.
+    """
 
     nbytes: int
     rows: int
     peak: int
+    work: int = 0
 
     def times(self, n: int) -> "Held":
         """The same for `n` independent sequences."""
-        return Held(self.nbytes * n, self.rows, self.peak * n)
+        return Held(self.nbytes * n, self.rows, self.peak * n, self.work * n)
 
 
 def round_up(n: int, step: int) -> int:
