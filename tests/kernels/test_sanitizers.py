@@ -48,7 +48,8 @@ def test_no_finding_under_sanitizers(tmp_path):
     ran = subprocess.run(
         [
             sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:randomly",
-            "-p", "no:cacheprovider", "--timeout", "250", str(Path(__file__).with_name("test_native.py")),
+            "-p", "no:cacheprovider", "--timeout", "250",
+            str(Path(__file__).with_name("test_native.py")),
             "-k", "format_agree or anywhere or tight or room or encoders",
         ],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
