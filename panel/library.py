@@ -52,7 +52,8 @@ class PlanningLibrary:
         """Memory of this machine now."""
         found = psutil.virtual_memory()
         room = self._room()
-        return Memory(found.total - found.available, found.total, room.nbytes, room.describe())
+        note = room.describe().removeprefix("room ")
+        return Memory(found.total - found.available, found.total, room.nbytes, note)
 
     @staticmethod
     def _room(own: int = 0) -> Room:
@@ -184,7 +185,7 @@ class PlanningLibrary:
             context=context,
             batch=batch,
             room=room.nbytes,
-            room_note=room.describe(),
+            room_note=room.describe().removeprefix("room "),
             weights=shape.resident_weights,
             native_context=shape.native_context,
             rows=tuple(_fit_item(row) for row in table),

@@ -102,7 +102,7 @@ class ChatScreen(AreaScreen):
         self._blink = not self._blink
         self.draw_turns()
         self.query_one("#chat-context", Static).update(self._gauge(view))
-        note = "enter sends   alt+enter new line   esc leaves the field, then 1-6 and letters act"
+        note = "enter sends   alt+enter new line   esc leaves the field, then 1-7 and letters act"
         if not view.is_serving:
             note = "no server is ready: 3 shows how it is (esc leaves this field first)"
         self.query_one("#chat-note", Static).update(Content(note))
@@ -169,7 +169,7 @@ class ChatScreen(AreaScreen):
         if view.stats is not None and view.is_serving:
             parts += [("   kv ", "$muted"), (units.size(view.stats.kv_resident), "$mem-kv")]
             if view.stats.kv_fp16:
-                parts.append((f" (fp16 {units.size(view.stats.kv_fp16)})", "$muted"))
+                parts.append((f" (uncompressed {units.size(view.stats.kv_fp16)})", "$muted"))
         return Content.assemble(*parts)
 
     # ---- actions ----------------------------------------------------------------------------

@@ -199,7 +199,7 @@ class FitScreen(AreaScreen):
             return
         parts: list[tuple[str, str]] = [(f"{row.method}  ", "bold"), (clean(row.blurb, 200), "")]
         if row.ready and row.kv is not None and (base := self._fp16()):
-            parts.append((f"\n{base / max(1, row.kv):.1f}x smaller than fp16", "$mem-kv"))
+            parts.append((f"\n{base / max(1, row.kv):.1f}x smaller than uncompressed", "$mem-kv"))
             parts.append((f" at {report.context:,} tokens", "$muted"))
         if options := self.options.get(row.method):
             parts.append((f"\nsettings {clean(settings_words(options), 200)}", "$primary"))

@@ -1,4 +1,4 @@
-"""Bytes by layer: what each layer holds, in which form, against fp16."""
+"""Bytes by layer: what each layer holds, in which form, against uncompressed."""
 
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ _COLUMNS = (
     Column("KIND", 10, 3),
     Column("FORMAT", 16, 1),
     Column("TOKENS", 9, 4, right=True),
-    Column("FP16", 8, 2, right=True),
+    Column("PLAIN", 8, 2, right=True),
     Column("HELD", 8, 0, right=True),
     Column("RATIO", 6, 0, right=True),
     Column("", _BAR, 5, flex=True),
@@ -78,7 +78,7 @@ class ProfileScreen(AreaScreen):
         held = sum(row.resident for row in profile.layers)
         return Content.assemble(
             (f"{len(profile.layers)} layers", "bold"),
-            (f"   {profile.tokens:,} tokens   fp16 would hold ", "$muted"), (units.size(fp16), ""),
+            (f"   {profile.tokens:,} tokens   uncompressed ", "$muted"), (units.size(fp16), ""),
             ("   held ", "$muted"), (units.size(held), "bold $mem-kv"),
             (f"   {fp16 / held:.1f}x smaller" if held else "", "$mem-kv"),
         )  # fmt: skip

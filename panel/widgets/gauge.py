@@ -102,7 +102,7 @@ class MemoryPane(Pane):
         if stats.kv_fp16 and stats.kv_resident:
             words.append(
                 Content.assemble(
-                    ("fp16 would hold ", "$muted"),
+                    ("uncompressed ", "$muted"),
                     units.size(stats.kv_fp16),
                     (f" ({stats.kv_fp16 / stats.kv_resident:.1f}x)", "$mem-kv"),
                 )

@@ -1,4 +1,4 @@
-"""Bytes by layer: held against what fp16 would hold."""
+"""Bytes by layer: held against what would be held uncompressed."""
 
 from textual.content import Content
 
@@ -30,7 +30,7 @@ def layer_line(row: LayerRow, cells: int, widest: int) -> Content:
 class LayerPane(Pane):
     """The first layers; the Profile area has all of them."""
 
-    TITLE = "LAYERS  held out of fp16"
+    TITLE = "LAYERS  held, of what is uncompressed"
 
     def lines(self, view: View, cells: int, rows: int) -> list[Content]:
         """A line a layer, and how many more there are."""
