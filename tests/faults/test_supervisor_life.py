@@ -121,7 +121,7 @@ async def test_silent_worker_is_killed_in_the_end_and_started_again(supervisor):
 async def test_crash_is_told_at_once_and_the_same_spec_comes_back(supervisor):
     await supervisor.open()
     async with ControlClient() as client:
-        spec = supervisor.spec(options={"seed": 3})
+        spec = supervisor.spec(options={"bit_width_inlier": 3})
         await client.command("start", {"spec": spec})
         pid = plain(await until_state(client, lambda state: state.phase == "ready"))["pid"]
         killed = time.monotonic()
@@ -132,7 +132,7 @@ async def test_crash_is_told_at_once_and_the_same_spec_comes_back(supervisor):
         await until(client, "ready")
         state = (await client.command("status"))["state"]
         assert state["pid"] != pid
-        assert state["spec"]["options"] == {"seed": 3}
+        assert state["spec"]["options"] == {"bit_width_inlier": 3}
         assert state["restarts"] == 1
 
 

@@ -307,8 +307,8 @@ async def test_log_of_many_lines_is_quick():
     log = LineLog()
     async with OneWidget(log).run_test(size=(120, 40)):
         log.set_lines(lines_of(10_000))
-        started = time.perf_counter()
+        started = time.process_time()
         for i in range(20):
             log.set_lines(lines_of(10_000, first=2 + i))
             log.render()
-        assert time.perf_counter() - started < 5.0
+        assert time.process_time() - started < 5.0
