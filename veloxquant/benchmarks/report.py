@@ -4,6 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 
+CARE = """Read with care: where the rival "has fewer bytes", its largest setting is smaller than ours and
+the line is no comparison at equal bytes. mlx-lm's cache has no width between 2 and 4 bits, so what it
+would reach there is interpolated. Eviction by lot keeps no positions and holds up to 2 % fewer bytes.
+It is one stretch of one text: differences within two or three standard errors say nothing."""
+
+
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -46,7 +52,7 @@ def quality(result: dict[str, Any]) -> str:
         f"At equal bytes. The rival of packed caches is mlx-lm's `QuantizedKVCache`; between two "
         f"of its settings the logarithm of KL is a straight line in bytes (a bit more divides KL "
         f"by four). The rival of evicting caches is eviction by lot at the same budget, which "
-        f"keeps the first tokens, too.\n\n{verdicts}"
+        f"keeps the first tokens, too.\n\n{verdicts}\n\n{CARE}"
     )
 
 
