@@ -30,6 +30,27 @@ if sys.platform == "linux":
             continue
 
 
+# ---- several workers of pytest ---------------------------------------------------------------
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the end-to-end tests on one worker: they share a server, and two would be too much.
+
+    The mark `xdist_group` would say so, but with pytest 9.2 xdist 3.8 does not see it.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class OneServerAtATime(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = nodeid.startswith("tests/end_to_end/")
+            return "end_to_end" if shared else super()._split_scope(nodeid)
+
+    return OneServerAtATime(config, log)
+
+
 # ---- supervised processes -------------------------------------------------------------------
 
 STUB_WORKER = Path(__file__).with_name("stub_worker.py")

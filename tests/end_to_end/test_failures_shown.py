@@ -15,7 +15,7 @@ import pytest
 
 from veloxquant.panel.app import PanelApp
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("end_to_end")]
+pytestmark = [pytest.mark.timeout(300)]
 
 SHOWN_WITHIN_S = 2.0
 # other programs may have the processors

@@ -12,7 +12,7 @@ from terminal import Terminal
 
 from veloxquant.supervisor.client import NotConnectedError, run_command
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.xdist_group("end_to_end")]
+pytestmark = [pytest.mark.timeout(120)]
 
 MOST_SECONDS = 1.0
 # other programs may have the processors

@@ -16,7 +16,6 @@ from veloxquant.supervisor.client import run_command
 pytestmark = [
     pytest.mark.model,
     pytest.mark.timeout(400),
-    pytest.mark.xdist_group("end_to_end"),
 ]
 
 QUESTION = "Describe a river in the mountains."

@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.model,
     pytest.mark.fault,
     pytest.mark.timeout(300),
-    pytest.mark.xdist_group("end_to_end"),
     pytest.mark.skipif(sys.platform != "linux", reason="needs the death signal of Linux"),
 ]
 

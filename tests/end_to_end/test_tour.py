@@ -17,7 +17,6 @@ from veloxquant.supervisor.client import ControlClient
 pytestmark = [
     pytest.mark.model,
     pytest.mark.timeout(400),
-    pytest.mark.xdist_group("end_to_end"),
 ]
 
 PASSAGE = (
