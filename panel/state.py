@@ -149,6 +149,13 @@ def freshness(view: View, now: float) -> Freshness:
     return "silent" if age >= SILENT_AFTER else "stale" if age >= STALE_AFTER else "fresh"
 
 
+def kv_held(stats: Stats) -> int:
+    """Measured bytes of the cache; a few kilobytes with nothing claimed are the allocator's noise."""
+    if stats.kv_claimed <= 0 and stats.kv_resident <= GAP_FLOOR:
+        return 0
+    return stats.kv_resident
+
+
 def kv_gap(stats: Stats) -> float:
     """How much more the cache holds than its methods claim, as a share of the claim."""
     if abs(stats.kv_resident - stats.kv_claimed) <= GAP_FLOOR or stats.kv_claimed <= 0:

@@ -12,7 +12,7 @@ from textual.widgets import Static, TextArea
 
 from veloxquant.panel import bindings, units
 from veloxquant.panel.screens.area import AreaScreen
-from veloxquant.panel.state import View
+from veloxquant.panel.state import View, kv_held
 from veloxquant.panel.text import clean, clean_block
 from veloxquant.panel.theme import GLYPHS
 from veloxquant.panel.transcript import Turn
@@ -167,7 +167,7 @@ class ChatScreen(AreaScreen):
             (f" {used:,}/{limit:,} tokens" if limit else " -", ""),
         ]  # fmt: skip
         if view.stats is not None and view.is_serving:
-            parts += [("   kv ", "$muted"), (units.size(view.stats.kv_resident), "$mem-kv")]
+            parts += [("   kv ", "$muted"), (units.size(kv_held(view.stats)), "$mem-kv")]
             if view.stats.kv_fp16:
                 parts.append((f" (uncompressed {units.size(view.stats.kv_fp16)})", "$muted"))
         return Content.assemble(*parts)

@@ -3,7 +3,7 @@
 from textual.content import Content
 
 from veloxquant.panel import units
-from veloxquant.panel.state import GAP_WARN, View, kv_gap
+from veloxquant.panel.state import GAP_WARN, View, kv_gap, kv_held
 from veloxquant.panel.theme import GLYPHS
 from veloxquant.panel.widgets.chart import sparkline
 from veloxquant.panel.widgets.pane import Pane
@@ -41,10 +41,11 @@ def bar(parts: list[Part], limit: int, cells: int, scale: int | None = None) -> 
 
 def memory_parts(stats: Stats) -> list[Part]:
     """Weights, held KV and everything else, from the footprint down."""
-    other = max(0, stats.footprint - stats.weights - stats.kv_resident)
+    held = kv_held(stats)
+    other = max(0, stats.footprint - stats.weights - held)
     return [
         (stats.weights, GLYPHS.weights, "$mem-weights"),
-        (stats.kv_resident, GLYPHS.kv, "$mem-kv"),
+        (held, GLYPHS.kv, "$mem-kv"),
         (other, GLYPHS.other, "$mem-other"),
     ]
 
@@ -93,13 +94,13 @@ class MemoryPane(Pane):
         bad = gap > GAP_WARN
         words = [
             Content.assemble(("kv claimed ", "$muted"), (units.size(stats.kv_claimed), "bold")),
-            Content.assemble(("held ", "$muted"), (units.size(stats.kv_resident), "bold")),
+            Content.assemble(("held ", "$muted"), (units.size(kv_held(stats)), "bold")),
             Content.styled(
                 f"gap {gap:+.0%} {'WARNING: above 15 %' if bad else 'ok'}",
                 "bold $state-warn" if bad else "$state-ready",
             ),
         ]
-        if stats.kv_fp16 and stats.kv_resident:
+        if stats.kv_fp16 and kv_held(stats):
             words.append(
                 Content.assemble(
                     ("uncompressed ", "$muted"),
