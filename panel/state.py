@@ -150,7 +150,7 @@ def freshness(view: View, now: float) -> Freshness:
 
 
 def kv_held(stats: Stats) -> int:
-    """Measured bytes of the cache; a few kilobytes with nothing claimed are the allocator's noise."""
+    """Measured bytes of the cache; a few kilobytes with nothing claimed are noise."""
     if stats.kv_claimed <= 0 and stats.kv_resident <= GAP_FLOOR:
         return 0
     return stats.kv_resident
