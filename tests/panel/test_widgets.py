@@ -45,7 +45,7 @@ def test_the_limit_is_marked_and_passed_visibly():
 
 
 def test_memory_parts_never_go_below_zero():
-    parts = memory_parts(Stats(footprint=1, weights=100, kv_resident=50))
+    parts = memory_parts(Stats(footprint=1, weights=100, kv_resident=50, kv_claimed=50))
     assert [part[0] for part in parts] == [100, 50, 0]
 
 
