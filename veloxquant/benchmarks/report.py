@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-
-CARE = """Read with care: where the rival "has fewer bytes", its largest setting is smaller than ours and
-the line is no comparison at equal bytes. mlx-lm's cache has no width between 2 and 4 bits, so what it
-would reach there is interpolated. Eviction by lot keeps no positions and holds up to 2 % fewer bytes.
-It is one stretch of one text: differences within two or three standard errors say nothing."""
+CARE = """Read with care: where the rival "has fewer bytes", its largest setting is smaller than
+ours and the line is no comparison at equal bytes. mlx-lm's cache has no width between 2 and 4
+bits, so what it would reach there is interpolated. Eviction by lot keeps no positions and holds
+up to 2 % fewer bytes. It is one stretch of one text: differences within two or three standard
+errors say nothing."""
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
