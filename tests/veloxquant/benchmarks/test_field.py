@@ -12,6 +12,7 @@ from veloxquant.benchmarks.field import FieldLayer
 from veloxquant.benchmarks.quality import Size, read
 from veloxquant.benchmarks.rivals import stock_quantized
 from veloxquant.cache.builder import new_caches, plan_model
+from veloxquant.cache.hook import attach
 from veloxquant.cache.probe import native_caches
 from veloxquant.config.kv_cache import KVCacheConfig
 
@@ -31,6 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     model, _ = load_model(module.make_tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
     model.set_dtype(mx.float32)
+    attach()
     return model
 
 
