@@ -25,12 +25,16 @@ def route(*, rows: int, dim: int, mask: object, use_kernels: bool | None = None)
     Args:
         rows: query rows of one KV head, repeats times length.
         dim: larger of the key and value head size.
-        mask: None and "causal" are the kernel's; arrays go to the reference.
+        mask: arrays that differ by head go to the reference.
         use_kernels: False keeps to array operations, None decides by itself.
     """
     if use_kernels is False or mx.default_device() != mx.cpu:
         return "reference"
-    if rows > NATIVE_ROWS or dim > native.MAX_DIM - 32 or isinstance(mask, mx.array):
+    if rows > NATIVE_ROWS or dim > native.MAX_DIM - 32:
+        return "reference"
+    if isinstance(mask, mx.array) and (
+        mask.ndim not in (2, 4) or (mask.ndim == 4 and mask.shape[1] > 1)
+    ):
         return "reference"
     return "native" if native.library() is not None else "reference"
 

@@ -46,7 +46,8 @@ class _Call(ctypes.Structure):
         ("n_keys", ctypes.c_int32), ("n_values", ctypes.c_int32), ("batch", ctypes.c_int32),
         ("heads", ctypes.c_int32), ("rows", ctypes.c_int32), ("length", ctypes.c_int32),
         ("k_dim", ctypes.c_int32), ("v_dim", ctypes.c_int32), ("tokens", ctypes.c_int32),
-        ("causal", ctypes.c_int32), ("sinks", _PTR), ("part", ctypes.c_int32),
+        ("causal", ctypes.c_int32), ("sinks", _PTR), ("mask", _PTR),
+        ("mask_batch", ctypes.c_int64), ("part", ctypes.c_int32),
         ("parts", ctypes.c_int32), ("failed", ctypes.c_int32),
     ]  # fmt: skip
 
@@ -168,6 +169,7 @@ def attend(
     length: int,
     causal: bool,
     sinks: np.ndarray | None,
+    mask: np.ndarray | None,
     threads: int,
 ) -> None:
     """Attention of one layer and step, from packed arrays that are evaluated already.
@@ -180,6 +182,7 @@ def attend(
         length: queries of the step; M is a multiple of it.
         causal: hide newer tokens from each query.
         sinks: (H, M) fp32 logits that join the denominator only, or None.
+        mask: (B or 1, length, tokens) fp32 added to the scores, or None.
         threads: most threads to use.
 
     Raises:
@@ -203,6 +206,9 @@ def attend(
     call.tokens = sum(r.stop - r.start for r in keys)
     call.causal = int(causal)
     call.sinks = None if sinks is None else sinks.ctypes.data
+    if mask is not None:
+        call.mask = mask.ctypes.data
+        call.mask_batch = mask.shape[1] * mask.shape[2] if len(mask) > 1 else 0
     status = lib.vq_attend(ctypes.byref(call), threads)
     if status:
         reason = "the shape is not supported" if status == 1 else "memory ran out"

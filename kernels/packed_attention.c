@@ -54,6 +54,8 @@ typedef struct {
     int32_t tokens;             /* tokens in all runs */
     int32_t causal;
     const float *sinks;         /* (heads, rows) or NULL */
+    const float *mask;          /* (batch or 1, length, tokens), added to scores, or NULL */
+    int64_t mask_batch;         /* elements between sequences, 0 for one mask */
     int32_t part, parts;        /* this thread's share of the heads */
     int32_t failed;
 } vq_call;
@@ -402,6 +404,10 @@ CLONES static void attend_head(const vq_call *c, int b, int h, float *restrict s
         if (c->causal) {
             int64_t seen = c->tokens - c->length + i % c->length + 1;
             for (int64_t t = seen; t < c->tokens; t++) row[t] = -INFINITY;
+        }
+        if (c->mask) {
+            const float *m = c->mask + b * c->mask_batch + (int64_t)(i % c->length) * c->tokens;
+            for (int64_t t = 0; t < c->tokens; t++) row[t] += m[t];
         }
         soften(row, c->tokens, c->sinks ? c->sinks + h * c->rows + i : NULL);
     }

@@ -31,7 +31,7 @@ KEYS = [*BY_TOKEN, *(AffineChannelSpec(b, g) for b in BITS for g in (32, 64, 128
 
 
 def largest_difference(key_spec, value_spec, *, batch, repeat, length, dim, v_dim, tokens, dtype,
-                       sinks, seed=0):  # fmt: skip
+                       sinks, mask="causal", seed=0):  # fmt: skip
     """Largest difference between both routes on random rows."""
     key = mx.random.split(mx.random.key(seed), 6)
     heads = 2
@@ -42,6 +42,14 @@ def largest_difference(key_spec, value_spec, *, batch, repeat, length, dim, v_di
     fresh_v = Fresh(mx.random.normal((batch, heads, length, v_dim), key=key[3]).astype(dtype))
     q = mx.random.normal((batch, heads * repeat, length, dim), key=key[4])
     edge = mx.random.normal((heads * repeat,), key=key[5]) if sinks else None
+    total = tokens + length
+    if mask == "bool":
+        mask = mx.random.uniform(shape=(batch, 1, length, total), key=key[5]) > 0.3
+        mask[..., -1:] = True
+    elif mask == "additive":
+        mask = mx.random.normal((length, total), key=key[5])
+    elif length == 1:
+        mask = None
     outs = []
     for where in ("native", "reference"):
         with pytest.MonkeyPatch.context() as patch:
@@ -49,7 +57,7 @@ def largest_difference(key_spec, value_spec, *, batch, repeat, length, dim, v_di
             outs.append(
                 attend(
                     q, [held_k, fresh_k], [held_v, fresh_v], n_kv=heads, v_dim=v_dim,
-                    scale=dim**-0.5, mask="causal" if length > 1 else None, sinks=edge,
+                    scale=dim**-0.5, mask=mask, sinks=edge,
                 )
             )  # fmt: skip
     return mx.abs(outs[0] - outs[1]).max().item()
@@ -80,7 +88,8 @@ def test_values_of_every_format_agree(spec):
     length=st.sampled_from([1, 1, 2, 3]),
     dim=st.sampled_from([64, 80, 96, 128, 256]),
     v_dim=st.sampled_from([64, 80, 128]),
-    tokens=st.sampled_from([128, 256, 1024]),
+    tokens=st.sampled_from([128, 256, 1024, 4096]),
+    mask=st.sampled_from(["causal", "causal", "bool", "additive"]),
     dtype=st.sampled_from([mx.float32, mx.bfloat16, mx.float16]),
     sinks=st.booleans(),
     seed=st.integers(0, 1 << 20),
@@ -132,7 +141,7 @@ def test_a_buffer_without_room_to_spare_is_not_read_past_its_end(bits, tokens):
 def test_shapes_it_cannot_take_go_to_the_reference():
     assert dispatch.route(rows=dispatch.NATIVE_ROWS + 1, dim=64, mask=None) == "reference"
     assert dispatch.route(rows=1, dim=4096, mask=None) == "reference"
-    assert dispatch.route(rows=1, dim=64, mask=mx.zeros((1, 4))) == "reference"
+    assert dispatch.route(rows=1, dim=64, mask=mx.zeros((1, 2, 1, 4))) == "reference"
     assert dispatch.route(rows=1, dim=64, mask=None, use_kernels=False) == "reference"
     assert dispatch.route(rows=1, dim=64, mask="causal") == "native"
 

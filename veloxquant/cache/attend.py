@@ -82,6 +82,7 @@ def attend(
     scale: float,
     mask: Mask,
     sinks: mx.array | None = None,
+    use_kernels: bool | None = None,
 ) -> mx.array:
     """Softmax attention over packed and exact tokens.
 
@@ -95,6 +96,7 @@ def attend(
         mask: None, "causal" (aligned to the newest token), or an array, bool or additive, that
             broadcasts to (B, Hq, L, T).
         sinks: (Hq,) logits that join the denominator only.
+        use_kernels: False keeps to array operations, None decides by device and shape.
 
     Returns:
         (B, Hq, L, Dv) in the queries' type.
@@ -118,10 +120,8 @@ def attend(
         ).reshape(batch, n_kv, repeat * length, 1)
     rows, widest = repeat * length, max(dim, v_dim)
     out = None
-    if dispatch.route(rows=rows, dim=widest, mask=mask) == "native":
-        out = attend_native(
-            q, keys, values, v_dim=v_dim, length=length, causal=mask == "causal", sinks=sinks
-        )
+    if dispatch.route(rows=rows, dim=widest, mask=mask, use_kernels=use_kernels) == "native":
+        out = attend_native(q, keys, values, v_dim=v_dim, length=length, mask=mask, sinks=sinks)
     if out is not None:
         pass
     elif rows <= PACKED_ROWS:

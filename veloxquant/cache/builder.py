@@ -25,6 +25,7 @@ def build_layer(
     row = row_of(config.method)
     row.check(config)
     cache = row.load().build(config, shape, context or LayerContext(seed=config.seed))
+    cache.use_kernels = config.use_metal_kernels
     if context is not None and context.views:
         cache.returns = "views"
     return cache
@@ -126,6 +127,7 @@ def new_caches(plan: ModelPlan, config: KVCacheConfig) -> list[Any]:
         )
         cache = module.build(own, layer.shape, context)
         cache.returns = plan.returns
+        cache.use_kernels = config.use_metal_kernels
         cache.mask_axes = plan.mask_axes
         return cache
 

@@ -36,6 +36,8 @@ class LayerCache(ABC):
 
     method = ""
     fidelity: Literal["exact", "proxy"] = "exact"
+    use_kernels: bool | None = None
+    """`use_metal_kernels` of the configuration: False keeps attention to array operations."""
     writes_through = False
     """Rows enter the stores at once and attention reads them there: for exact stores only, whose
     rows attention reads in place; what `commit` would do is done by `settle` alone."""
@@ -151,8 +153,9 @@ class LayerCache(ABC):
         keys, values = self.runs()
         _, n_kv, _, v_dim = self._known_shape()
         out = attend(
-            queries, keys, values, n_kv=n_kv, v_dim=v_dim, scale=scale, mask=mask, sinks=sinks
-        )
+            queries, keys, values, n_kv=n_kv, v_dim=v_dim, scale=scale, mask=mask, sinks=sinks,
+            use_kernels=self.use_kernels,
+        )  # fmt: skip
         if owner:
             self.observe(queries, scale)
         return self._settled(out)

@@ -19,7 +19,7 @@ def attend_native(
     *,
     v_dim: int,
     length: int,
-    causal: bool,
+    mask: mx.array | str | None,
     sinks: mx.array | None,
 ) -> mx.array | None:
     """Attention of folded queries (B, H, M, D), scaled, in fp32; None if a run has no such form.
@@ -40,7 +40,8 @@ def attend_native(
     turned = {key: mx.contiguous(a) for key, a in turned.items()}
     arrays = [a for r in runs for a in (r.data, r.scale, r.bias) if a is not None]
     edge = None if sinks is None else mx.contiguous(sinks[0, :, :, 0])
-    mx.eval(*turned.values(), *arrays, *([] if edge is None else [edge]))
+    added = _added(mask, length) if isinstance(mask, mx.array) else None
+    mx.eval(*turned.values(), *arrays, *(a for a in (edge, added) if a is not None))
     queries = {key: np.asarray(a) for key, a in turned.items()}
     batch, heads, rows, _ = q.shape
     outs: dict[int, np.ndarray] = {}
@@ -54,8 +55,9 @@ def attend_native(
         [r for r in value_runs if r is not None],
         [outs[id(r.basis)] for r in value_runs if r is not None],
         length=length,
-        causal=causal,
+        causal=mask == "causal" if isinstance(mask, str) else False,
         sinks=None if edge is None else np.asarray(edge),
+        mask=None if added is None else np.asarray(added),
         threads=dispatch.threads(elements),
     )
     total: mx.array | None = None
@@ -66,3 +68,12 @@ def attend_native(
             part = bases[key].unrotate(part)  # type: ignore[attr-defined]
         total = part if total is None else total + part
     return total
+
+
+def _added(mask: mx.array, length: int) -> mx.array:
+    """A bool or additive mask (L, T) or (B or 1, 1, L, T) as fp32 to add: (B or 1, L, T)."""
+    wide = mask[None] if mask.ndim == 2 else mask[:, 0]
+    if wide.dtype == mx.bool_:
+        wide = mx.where(wide, 0.0, -mx.inf)
+    shape = (wide.shape[0], length, wide.shape[-1])
+    return mx.contiguous(mx.broadcast_to(wide.astype(mx.float32), shape))

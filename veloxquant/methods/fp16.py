@@ -25,6 +25,7 @@ class Fp16KVCache(PoolBackedKVCache):
 
     method = BASELINE
     fidelity: Literal["exact", "proxy"] = "exact"
+    use_kernels: bool | None = None
 
     def __init__(
         self, pool: BlockPoolAllocator | None = None, owner: int = -1, step: int = BODY_STEP
