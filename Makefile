@@ -44,7 +44,7 @@ format: setup
 
 bench: setup
 	$(BIN)/vq models demo --quiet
-	$(BIN)/python -P -m veloxquant.benchmarks
+	$(BIN)/python -P -m veloxquant.benchmarks $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -16,18 +15,13 @@ from typing import Any
 
 import pytest
 
+from veloxquant.core.blas import preload_openblas
+
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-if sys.platform == "linux":
-    # The BLAS bundled in MLX's Linux wheel is a reference one, 20 to 50 times slower.
-    for name in ("libopenblas.so.0", "libopenblas.so"):
-        try:
-            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-            break
-        except OSError:
-            continue
+preload_openblas()
 
 
 # ---- several workers of pytest ---------------------------------------------------------------

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from veloxquant.planning.models import Scan
@@ -87,6 +88,21 @@ def check_blas() -> list[Check]:
     ]  # fmt: skip
 
 
+def check_kernel() -> list[Check]:
+    """The compiled kernel of the CPU backend; on a Mac MLX uses the GPU."""
+    if sys.platform == "darwin":
+        return []
+    folder = Path(__file__).resolve().parents[1] / "kernels"
+    if any(folder.glob("_packed*.so")):
+        return [
+            Check("kernel", "ok", "compiled CPU kernel is there; packed caches run at full speed")
+        ]
+    return [
+        Check("kernel", "warn", "compiled CPU kernel is missing: packed caches work, slower",
+              "Install a C compiler, then install VeloxQuant again.")
+    ]  # fmt: skip
+
+
 def check_memory(room: Room) -> Check:
     """Room for a model now."""
     if room.nbytes < 1 << 30:
@@ -159,6 +175,7 @@ def check_all(room: Room, scan: Scan, host: str, port: int) -> Sequence[Check]:
         check_python(),
         *check_libraries(),
         *check_blas(),
+        *check_kernel(),
         check_memory(room),
         *check_models(scan),
         check_port(host, port),
