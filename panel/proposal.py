@@ -5,9 +5,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from veloxquant.cache.table import row_of
 from veloxquant.panel.ports import ModelItem
 from veloxquant.supervisor.messages import LaunchSpec
 
+SMALL_PARAMS = 1_000_000_000
+"""Parameters below which two bits garble answers (measured on the 135M demo model)."""
+SMALL_BITS = 4
 DEFAULT = LaunchSpec(model="", method="turboquant_rvq", context=8_192)
 
 
@@ -40,8 +44,18 @@ def propose(
             return Proposal(model, spec, "what ran here last")
     for model in models:
         if model.runnable and model.fits_tokens != 0:
-            return Proposal(model, spec_for(model, template=template), "the first that fits here")
+            return _first(model, spec_for(model, template=template))
     return None
+
+
+def _first(model: ModelItem, spec: LaunchSpec) -> Proposal:
+    """The proposal for a model that never ran here."""
+    small = model.params is not None and model.params < SMALL_PARAMS
+    if small and not spec.options and row_of(spec.method).kind == "quantization":
+        why = f"the first that fits here; {SMALL_BITS} bits, since a small model feels fewer"
+        spec = msgspec.structs.replace(spec, options={"bit_width_inlier": SMALL_BITS})
+        return Proposal(model, spec, why)
+    return Proposal(model, spec, "the first that fits here")
 
 
 def spec_for(

@@ -1,5 +1,6 @@
 """Planning behind the panel's port: a made-up model folder, its bytes, its refusals."""
 
+import dataclasses
 import json
 import struct
 
@@ -109,6 +110,9 @@ def test_a_proposal_is_cut_to_what_fits(models):
     proposal = propose(tuple(library.models()), {}, library.template())
     assert proposal.spec.context == 4096, "the model was made for no more"
     assert proposal.spec.method == "turboquant_rvq"
+    assert proposal.spec.options == {"bit_width_inlier": 4}, "a small model feels fewer bits"
+    large = dataclasses.replace(proposal.model, params=8_000_000_000)
+    assert propose((large,), {}, library.template()).spec.options == {}
     assert propose((), {}) is None
 
 

@@ -352,12 +352,12 @@ async def test_help_and_palette_know_the_area(make_app, settled, until, text_of)
         await until(pilot, lambda: "stop the server" in text_of(app), "the palette")
 
 
-async def test_no_colour_still_says_everything(make_app, settled, monkeypatch, text_of):
+async def test_no_colour_still_says_everything(make_app, settled, until, monkeypatch, text_of):
     monkeypatch.setenv("NO_COLOR", "1")
     app = make_app(*fakes.serving(5))
     async with app.run_test(size=(120, 36)) as pilot:
         await settled(pilot)
+        await until(pilot, lambda: "gap +4% ok" in text_of(app), "the gauges")
         shown = text_of(app)
         assert "READY" in shown
         assert "[3 Run]" in shown
-        assert "gap +4% ok" in shown
