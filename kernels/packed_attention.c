@@ -143,10 +143,11 @@ INLINE void scale_row(const vq_run *r, int64_t scale, int n, int words, int bits
     /* Every place of one plane belongs to another word, all planes of a word to one group. */
     float s[MAX_DIM], b[MAX_DIM];
     int span = 32 % bits == 0 ? words : words / bits, per = n / span;
-    for (int k = 0; k < span; k++) {
-        int64_t at = scale + k * per / r->group;
-        s[k] = load_one(r->scale, r->type, at);
-        b[k] = load_one(r->bias, r->type, at);
+    const int run = 32 % bits == 0 ? bits : 1; /* neighbouring places of one plane in 32 codes */
+    for (int c = 0; c < n / 32; c++) {
+        int64_t at = scale + c * 32 / r->group;
+        float one = load_one(r->scale, r->type, at), low = load_one(r->bias, r->type, at);
+        for (int j = 0; j < run; j++) s[c * run + j] = one, b[c * run + j] = low;
     }
     for (int i = 0; i < per; i++)
         for (int k = 0; k < span; k++) out[i * span + k] = out[i * span + k] * s[k] + b[k];
@@ -335,13 +336,22 @@ INLINE void scores_by_channel(const vq_run *r, int b, int h, const float *restri
 
 INLINE void mix_by_token(const vq_run *r, int b, int h, const float *restrict w, int64_t stride,
                          int rows, int dim, float *restrict out) {
-    float row[MAX_DIM], sum[MAX_ROWS][MAX_DIM];
+    float row[4][MAX_DIM], sum[MAX_ROWS][MAX_DIM];
     for (int i = 0; i < rows; i++) memset(sum[i], 0, sizeof(float) * r->width);
-    for (int t = r->start; t < r->stop; t++) {
-        token_row(r, b, h, t, row);
+    int t = r->start;
+    for (; t + 4 <= r->stop; t += 4) { /* four tokens at a time: the sums are loaded once for all */
+        for (int k = 0; k < 4; k++) token_row(r, b, h, t + k, row[k]);
+        for (int i = 0; i < rows; i++) {
+            const float *restrict v = w + i * stride + (t - r->start);
+            for (int p = 0; p < r->width; p++)
+                sum[i][p] += v[0] * row[0][p] + v[1] * row[1][p] + v[2] * row[2][p] + v[3] * row[3][p];
+        }
+    }
+    for (; t < r->stop; t++) {
+        token_row(r, b, h, t, row[0]);
         for (int i = 0; i < rows; i++) {
             float weight = w[i * stride + (t - r->start)];
-            for (int p = 0; p < r->width; p++) sum[i][p] += weight * row[p];
+            for (int p = 0; p < r->width; p++) sum[i][p] += weight * row[0][p];
         }
     }
     for (int i = 0; i < rows; i++)
