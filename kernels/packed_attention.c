@@ -215,12 +215,22 @@ INLINE void codebook_row(const vq_run *r, int64_t data, float norm, int bits,
         return;
     }
     int32_t code[MAX_DIM];
-    memset(code, 0, sizeof(int32_t) * r->width);
-    int left = bits;
-    if (bits >= 5) w = add_plane(w, lanes, 4, left -= 4, code);
-    else w = add_plane(w, lanes, 2, left -= 2, code);
-    if (left == 2) w = add_plane(w, lanes, 1, 1, code);
-    add_plane(w, lanes, 1, 0, code);
+    if (bits <= POLYNOMIAL_BITS) { /* planes of 2 + 1 or 2 + 1 + 1 bits, joined in one pass */
+        const uint32_t *middle = w + 2 * lanes, *fine = middle + (bits == 4 ? lanes : 0);
+        for (int k = 0; k < 2 * lanes; k++)
+            for (int i = 0; i < 16; i++) {
+                int at = k % 2 * 16 + i;
+                uint32_t v = (w[k] >> (2 * i)) & 3u;
+                if (bits == 4) v = (v << 1) | ((middle[k / 2] >> at) & 1u);
+                code[k * 16 + i] = (int32_t)((v << 1) | ((fine[k / 2] >> at) & 1u));
+            }
+    } else {
+        int left = bits - 4;
+        memset(code, 0, sizeof(int32_t) * r->width);
+        w = add_plane(w, lanes, 4, left, code);
+        if (left == 2) w = add_plane(w, lanes, 1, 1, code);
+        add_plane(w, lanes, 1, 0, code);
+    }
     if (bits > POLYNOMIAL_BITS) {
         for (int p = 0; p < r->width; p++) out[p] = levels[code[p]] * norm;
         return;
