@@ -15,12 +15,15 @@ def refusal(env: "dict[str, str] | os._Environ[str]", tty: bool) -> str:
 
 
 def _apply_look() -> None:
-    """Put the settings of the look where the drawing code reads them: before it is imported."""
+    """Put the settings of the look where the drawing code reads them: before it is imported.
+
+    Under names of their own: the settings would otherwise seem to be set by the environment.
+    """
     from veloxquant.config.settings import load_settings
 
     settings = load_settings()
-    os.environ["VELOXQUANT_LOOK_THEME"] = settings.value("look.theme")
-    os.environ["VELOXQUANT_LOOK_ASCII"] = "1" if settings.value("look.ascii") else "0"
+    os.environ["_VELOXQUANT_THEME"] = settings.value("look.theme")
+    os.environ["_VELOXQUANT_ASCII"] = "1" if settings.value("look.ascii") else "0"
     if "SSH_CONNECTION" in os.environ:
         os.environ.setdefault("TEXTUAL_ANIMATIONS", "none")
 

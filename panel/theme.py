@@ -101,10 +101,15 @@ PLAIN = Glyphs(
 )
 
 
+def _look(env: "os._Environ[str] | dict[str, str]", name: str) -> str:
+    """What the settings said at the start, or the environment where nobody read them."""
+    return env.get(f"_VELOXQUANT_{name}", env.get(f"VELOXQUANT_LOOK_{name}", ""))
+
+
 def glyphs(env: "os._Environ[str] | dict[str, str] | None" = None) -> Glyphs:
     """Blocks, or plain ASCII when the terminal cannot or the setting `look.ascii` says so."""
     env = os.environ if env is None else env
-    if env.get("VELOXQUANT_LOOK_ASCII", "").lower() in ("1", "true", "yes", "on"):
+    if _look(env, "ASCII").lower() in ("1", "true", "yes", "on"):
         return PLAIN
     locale = env.get("LC_ALL") or env.get("LC_CTYPE") or env.get("LANG") or "UTF-8"
     return PLAIN if locale in ("C", "POSIX") else BLOCKS
@@ -116,7 +121,7 @@ GLYPHS = glyphs()
 def theme_name(env: "os._Environ[str] | dict[str, str] | None" = None) -> str:
     """The theme for this terminal: ours with true colour, the terminal's own colours without."""
     env = os.environ if env is None else env
-    named = env.get("VELOXQUANT_LOOK_THEME", "auto")
+    named = _look(env, "THEME") or "auto"
     if named not in ("", "auto"):
         return named
     if env.get("COLORTERM", "").lower() in ("truecolor", "24bit") or "NO_COLOR" in env:

@@ -8,7 +8,7 @@ from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
-from textual.widgets import Static, TextArea
+from textual.widgets import TextArea
 
 from veloxquant.panel import bindings, units
 from veloxquant.panel.screens.area import AreaScreen
@@ -16,6 +16,7 @@ from veloxquant.panel.state import View, kv_held
 from veloxquant.panel.text import clean, clean_block
 from veloxquant.panel.theme import GLYPHS
 from veloxquant.panel.transcript import Turn
+from veloxquant.panel.widgets.words import Words
 
 MAX_SHOWN = 60
 
@@ -86,10 +87,10 @@ class ChatScreen(AreaScreen):
 
     def body(self) -> ComposeResult:
         """Conversation, context, prompt."""
-        yield VerticalScroll(Static("", id="chat-empty"), id="chat-turns", can_focus=True)
-        yield Static("", id="chat-context", classes="line")
+        yield VerticalScroll(Words("", id="chat-empty"), id="chat-turns", can_focus=True)
+        yield Words("", id="chat-context", classes="line")
         yield Prompt(id="chat-prompt", compact=True, placeholder="ask something; enter sends")
-        yield Static("", id="chat-note", classes="line muted")
+        yield Words("", id="chat-note", classes="line muted")
 
     def on_mount(self) -> None:
         """Type at once."""
@@ -101,11 +102,11 @@ class ChatScreen(AreaScreen):
         super().show(view, now)
         self._blink = not self._blink
         self.draw_turns()
-        self.query_one("#chat-context", Static).update(self._gauge(view))
+        self.query_one("#chat-context", Words).update(self._gauge(view))
         note = "enter sends   alt+enter new line   esc leaves the field, then 1-7 and letters act"
         if not view.is_serving:
             note = "no server is ready: 3 shows how it is (esc leaves this field first)"
-        self.query_one("#chat-note", Static).update(Content(note))
+        self.query_one("#chat-note", Words).update(Content(note))
 
     def draw_turns(self) -> None:
         """Update what changed; the view stays at the end unless the reader scrolled up."""
@@ -116,7 +117,7 @@ class ChatScreen(AreaScreen):
             turns.append(Turn("model", status="open", model=self.panel.view.model_name))
         scroll = self.query_one("#chat-turns", VerticalScroll)
         at_end = scroll.scroll_offset.y >= scroll.max_scroll_y - 2
-        shown = list(scroll.query(".turn").results(Static))
+        shown = list(scroll.query(".turn").results(Words))
         for index, turn in enumerate(turns):
             same = index < len(self._drawn) and self._drawn[index] is turn
             if same and turn.status != "open":
@@ -127,14 +128,15 @@ class ChatScreen(AreaScreen):
                 shown[index].set_class(turn.role == "user", "question")
             else:
                 kind = "turn question" if turn.role == "user" else "turn"
-                scroll.mount(Static(content, classes=kind))
+                scroll.mount(Words(content, classes=kind))
         for extra in shown[len(turns) :]:
             extra.remove()
+        moved = turns != self._drawn or any(turn.status == "open" for turn in turns)
         self._drawn = turns
         self.query_one("#chat-empty").display = not turns
         if not turns:
-            self.query_one("#chat-empty", Static).update(self._empty())
-        if at_end:
+            self.query_one("#chat-empty", Words).update(self._empty())
+        if at_end and moved:
             scroll.scroll_end(animate=False)
 
     def _empty(self) -> Content:

@@ -6,7 +6,6 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.widgets import Static
 
 from veloxquant.panel import bindings, units
 from veloxquant.panel.ports import Check
@@ -14,6 +13,7 @@ from veloxquant.panel.screens.area import AreaScreen
 from veloxquant.panel.state import View
 from veloxquant.panel.text import clean
 from veloxquant.panel.theme import GLYPHS
+from veloxquant.panel.widgets.words import Words
 
 _MARKS = {
     "ok": (GLYPHS.ok, "$state-ready"),
@@ -43,28 +43,35 @@ class FirstLook(AreaScreen):
     AREA = "first"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("first")]
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._possible: tuple[bool | None, ...] = ()
+
     def body(self) -> ComposeResult:
         """Checks above, proposal below."""
         with VerticalScroll(id="first", can_focus=False):
-            checks = Static("", id="checks", classes="pane")
+            checks = Words("", id="checks", classes="pane")
             checks.border_title = Content("THIS MACHINE")
             yield checks
-            proposal = Static("", id="proposal", classes="pane")
+            proposal = Words("", id="proposal", classes="pane")
             proposal.border_title = Content("BEST START")
             yield proposal
-            yield Static("", id="privacy", classes="line muted")
+            yield Words("", id="privacy", classes="line muted")
 
     def show(self, view: View, now: float) -> None:
         """Redraw from what the app knows."""
         super().show(view, now)
         panel = self.panel
-        self.query_one("#checks", Static).update(check_lines(panel.checks))
-        self.query_one("#proposal", Static).update(self._proposal())
+        self.query_one("#checks", Words).update(check_lines(panel.checks))
+        self.query_one("#proposal", Words).update(self._proposal())
         took = f" Checks took {panel.checks_took:.1f} s." if panel.checks is not None else ""
-        self.query_one("#privacy", Static).update(
+        self.query_one("#privacy", Words).update(
             Content(f"Nothing was sent anywhere.{took} r or vq doctor: again")
         )
-        self.refresh_bindings()
+        possible = (self.check_action("start", ()), self.check_action("demo", ()))
+        if possible != self._possible:
+            self._possible = possible
+            self.refresh_bindings()
 
     def _proposal(self) -> Content:
         panel = self.panel

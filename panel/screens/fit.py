@@ -8,7 +8,6 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.widgets import Static
 
 from veloxquant.panel import bindings, units
 from veloxquant.panel.ports import CommandFailed, FitItem, FitReport
@@ -20,6 +19,7 @@ from veloxquant.panel.text import clean, settings_words
 from veloxquant.panel.widgets.fit_bars import FitBars
 from veloxquant.panel.widgets.longest import LongestPane
 from veloxquant.panel.widgets.table import Column, PickTable, Row
+from veloxquant.panel.widgets.words import Words
 
 _COLUMNS = (
     Column("METHOD", 15, 0),
@@ -59,15 +59,15 @@ class FitScreen(AreaScreen):
 
     def body(self) -> ComposeResult:
         """Facts, table, bars and what the picked method is."""
-        yield Static("", id="fit-line", classes="line")
+        yield Words("", id="fit-line", classes="line")
         with Horizontal(id="fit-body"):
             with Vertical(id="fit-left"):
                 yield PickTable(_COLUMNS, empty="\nno model chosen yet: press 1", id="fit-table")
-                yield Static("", id="fit-more", classes="line muted")
+                yield Words("", id="fit-more", classes="line muted")
                 yield LongestPane()
             with Vertical(id="fit-right"):
                 yield FitBars(id="fit-bars")
-                about = Static("", id="fit-about", classes="pane")
+                about = Words("", id="fit-about", classes="pane")
                 about.border_title = Content("METHOD")
                 yield about
 
@@ -144,7 +144,7 @@ class FitScreen(AreaScreen):
             count = len(planned)
             verb = "hides" if self.show_planned else "shows"
             more = f"{count} methods are documented but not built yet: v {verb} them"
-            self.query_one("#fit-more", Static).update(Content(more if count else ""))
+            self.query_one("#fit-more", Words).update(Content(more if count else ""))
         self._about()
 
     def _line(self) -> None:
@@ -161,7 +161,7 @@ class FitScreen(AreaScreen):
                 parts.append((f"   above the trained {report.native_context:,}", "$state-warn"))
             elif report.native_context:
                 parts.append((f"   trained for {report.native_context:,}", "$muted"))
-        self.query_one("#fit-line", Static).update(Content.assemble(*parts))
+        self.query_one("#fit-line", Words).update(Content.assemble(*parts))
 
     def _row(self, row: FitItem) -> Row:
         fits = ("yes", "$state-ready") if row.fits else ("no", "$state-failed")
@@ -193,7 +193,7 @@ class FitScreen(AreaScreen):
         longest = self.query_one(LongestPane)
         bars.report = longest.report = report
         bars.picked = longest.picked = key
-        about = self.query_one("#fit-about", Static)
+        about = self.query_one("#fit-about", Words)
         if report is None or row is None:
             about.update(Content(""))
             return

@@ -8,13 +8,14 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.content import Content
-from textual.widgets import Input, Static
+from textual.widgets import Input
 
 from veloxquant.panel import bindings
 from veloxquant.panel.screens.area import AreaScreen
 from veloxquant.panel.state import View
 from veloxquant.panel.widgets.clock import wall_clock
 from veloxquant.panel.widgets.line_log import LEVELS, LineLog
+from veloxquant.panel.widgets.words import Words
 
 
 class LogsScreen(AreaScreen):
@@ -26,11 +27,11 @@ class LogsScreen(AreaScreen):
     def body(self) -> ComposeResult:
         """Filter line, lines, and the line that is picked in full."""
         with Horizontal(id="logs-line", classes="line"):
-            yield Static("", id="logs-facts")
+            yield Words("", id="logs-facts")
             yield Input(placeholder="/ filter", id="logs-filter")
         yield LineLog(id="logs-lines")
-        yield Static("", id="logs-below", classes="line")
-        detail = Static("", id="logs-detail", classes="pane")
+        yield Words("", id="logs-below", classes="line")
+        detail = Words("", id="logs-detail", classes="pane")
         detail.border_title = Content("LINE")
         yield detail
 
@@ -58,14 +59,14 @@ class LogsScreen(AreaScreen):
             ("follow", "$state-ready") if log.following else ("PAUSED", "bold $state-warn"),
             ("   wrap" if log.wrap else "", "$muted"),
         ]
-        self.query_one("#logs-facts", Static).update(Content.assemble(*parts))
-        below = self.query_one("#logs-below", Static)
+        self.query_one("#logs-facts", Words).update(Content.assemble(*parts))
+        below = self.query_one("#logs-below", Words)
         below.display = not log.following
         below.update(
             Content.styled(f"paused: {log.below:,} new lines below (G follows)", "$state-warn")
         )
         picked = log.picked
-        detail = self.query_one("#logs-detail", Static)
+        detail = self.query_one("#logs-detail", Words)
         detail.display = not log.following and picked is not None
         if picked is not None:
             request = f"   request {picked.request}" if picked.request else ""
@@ -130,6 +131,9 @@ class LogsScreen(AreaScreen):
     def action_export(self) -> None:
         """Write what is shown to a file, without folders and tokens."""
         lines = list(self.query_one(LineLog).shown)
+        if not lines:
+            self.notify("no line is shown: nothing was written", severity="warning", markup=False)
+            return
         self.run_worker(lambda: self._export(lines), thread=True, exit_on_error=False)
 
     def _export(self, lines: list) -> None:

@@ -7,7 +7,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal
 from textual.content import Content
-from textual.widgets import Input, Static
+from textual.widgets import Input
 
 from veloxquant.panel import bindings, units
 from veloxquant.panel.ports import ModelItem
@@ -16,6 +16,7 @@ from veloxquant.panel.screens.area import AreaScreen
 from veloxquant.panel.state import View
 from veloxquant.panel.text import clean
 from veloxquant.panel.widgets.table import Column, PickTable, Row
+from veloxquant.panel.widgets.words import Words
 
 _COLUMNS = (
     Column("NAME", 24, 0, flex=True),
@@ -65,11 +66,11 @@ class ModelsScreen(AreaScreen):
     def body(self) -> ComposeResult:
         """Filter line, table, details."""
         with Horizontal(id="models-line", classes="line"):
-            yield Static("", id="models-count")
+            yield Words("", id="models-count")
             yield Input(placeholder="/ filter by name", id="models-filter")
         with Horizontal(id="models-body"):
             yield PickTable(_COLUMNS, id="models-table")
-            detail = Static("", id="models-detail", classes="pane")
+            detail = Words("", id="models-detail", classes="pane")
             detail.border_title = Content("MODEL")
             yield detail
 
@@ -139,7 +140,7 @@ class ModelsScreen(AreaScreen):
         else:
             table.set_empty("\nno model matches the filter; esc clears it")
         count = f"{len(found)} of {len(models or ())}" if needle else f"{len(models or ())}"
-        self.query_one("#models-count", Static).update(Content(f"Local models ({count})"))
+        self.query_one("#models-count", Words).update(Content(f"Local models ({count})"))
 
     @property
     def picked(self) -> ModelItem | None:
@@ -148,7 +149,7 @@ class ModelsScreen(AreaScreen):
         return next((model for model in self.panel.models or () if model.path == key), None)
 
     def _detail(self) -> None:
-        target = self.query_one("#models-detail", Static)
+        target = self.query_one("#models-detail", Words)
         if self.panel.fetching is not None:
             target.update(self.panel.fetching.content())
             return

@@ -5,7 +5,6 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.content import Content
-from textual.widgets import Static
 
 from veloxquant.panel import bindings, units
 from veloxquant.panel.screens.area import AreaScreen
@@ -13,6 +12,7 @@ from veloxquant.panel.state import View
 from veloxquant.panel.text import clean
 from veloxquant.panel.theme import GLYPHS
 from veloxquant.panel.widgets.table import Column, PickTable, Row
+from veloxquant.panel.widgets.words import Words
 from veloxquant.supervisor.messages import LayerRow, Profile
 
 _BAR = 24
@@ -51,7 +51,7 @@ class ProfileScreen(AreaScreen):
 
     def body(self) -> ComposeResult:
         """Totals, table."""
-        yield Static("", id="profile-line", classes="line")
+        yield Words("", id="profile-line", classes="line")
         yield PickTable(_COLUMNS, empty="\nBytes by layer are shown while requests run.")
 
     def on_mount(self) -> None:
@@ -63,7 +63,7 @@ class ProfileScreen(AreaScreen):
         """Redraw the table; the cursor stays on its layer."""
         super().show(view, now)
         profile = view.profile
-        self.query_one("#profile-line", Static).update(self._line(profile))
+        self.query_one("#profile-line", Words).update(self._line(profile))
         layers = sorted_layers(profile.layers, self.sort) if profile else []
         widest = max((max(row.fp16, row.resident) for row in layers), default=1)
         table = self.query_one(PickTable)

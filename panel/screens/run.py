@@ -7,7 +7,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.widgets import OptionList, Static
+from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from veloxquant.panel import bindings, units
@@ -23,6 +23,9 @@ from veloxquant.panel.widgets.log_pane import LogPane
 from veloxquant.panel.widgets.pool_map import PoolPane
 from veloxquant.panel.widgets.speed import RequestPane, SpeedPane
 from veloxquant.panel.widgets.stages import StagesPane
+from veloxquant.panel.widgets.words import Words
+
+_SOMETIMES = ("stop", "pause", "copy_url", "choose", "next_port", "report", "demo")
 
 
 def page_of(view: View) -> str:
@@ -45,13 +48,14 @@ class RunScreen(AreaScreen):
         self.paused: View | None = None
         self.steps: list[Step] = []
         self._shown_fault: object = None
+        self._possible: tuple[bool | None, ...] = ()
 
     def body(self) -> ComposeResult:
         """All pages; one is displayed."""
-        yield Static("", id="run-line", classes="line")
-        yield Static("", id="run-warning")
+        yield Words("", id="run-line", classes="line")
+        yield Words("", id="run-warning")
         with Vertical(id="page-idle", classes="page"):
-            yield Static("", id="idle-text")
+            yield Words("", id="idle-text")
         with Vertical(id="page-starting", classes="page"):
             yield StagesPane()
             yield LogPane()
@@ -65,7 +69,7 @@ class RunScreen(AreaScreen):
                 yield LayerPane()
                 yield LogPane()
         with Vertical(id="page-failed", classes="page"):
-            why = Static("", id="failed-why", classes="pane")
+            why = Words("", id="failed-why", classes="pane")
             why.border_title = Content("WHAT HAPPENED")
             yield why
             steps = OptionList(id="failed-steps", classes="pane")
@@ -81,9 +85,9 @@ class RunScreen(AreaScreen):
         page = page_of(view)
         for name in ("idle", "starting", "live", "failed"):
             self.query_one(f"#page-{name}").display = name == page
-        self.query_one("#run-line", Static).update(self._line(view, now))
+        self.query_one("#run-line", Words).update(self._line(view, now))
         warnings = view.server.warnings if view.is_running else []
-        warning = self.query_one("#run-warning", Static)
+        warning = self.query_one("#run-warning", Words)
         warning.display = bool(warnings)
         if warnings:
             more = f"  ({len(warnings) - 1} more in the log)" if len(warnings) > 1 else ""
@@ -93,8 +97,11 @@ class RunScreen(AreaScreen):
         else:
             self._shown_fault = None
         if page == "idle":
-            self.query_one("#idle-text", Static).update(self._idle(view))
-        self.refresh_bindings()
+            self.query_one("#idle-text", Words).update(self._idle(view))
+        possible = tuple(self.check_action(name, ()) for name in _SOMETIMES)
+        if possible != self._possible:
+            self._possible = possible
+            self.refresh_bindings()
 
     # ---- pages ------------------------------------------------------------------------------
 
@@ -189,7 +196,7 @@ class RunScreen(AreaScreen):
         if spec is not None:
             asked = f"{clean(spec.model, 200)}, {clean(spec.method, 40)}, {spec.context:,} tokens"
             parts.append((f"\nasked for: {asked}, port {spec.port}", "$muted"))
-        self.query_one("#failed-why", Static).update(Content.assemble(*parts))
+        self.query_one("#failed-why", Words).update(Content.assemble(*parts))
         self.steps = next_steps(fault, spec)
         steps = self.query_one("#failed-steps", OptionList)
         steps.set_options(

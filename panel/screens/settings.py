@@ -6,13 +6,13 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.content import Content
-from textual.widgets import Static
 
 from veloxquant.panel import bindings
 from veloxquant.panel.screens.area import AreaScreen
 from veloxquant.panel.state import View
 from veloxquant.panel.text import clean
 from veloxquant.panel.widgets.table import Column, PickTable, Row
+from veloxquant.panel.widgets.words import Words
 
 _COLUMNS = (
     Column("SETTING", 20, 0),
@@ -31,7 +31,7 @@ class SettingsScreen(AreaScreen):
     def body(self) -> ComposeResult:
         """Table and how to change."""
         yield PickTable(_COLUMNS, empty="\nreading the settings ...")
-        detail = Static("", id="settings-detail", classes="pane")
+        detail = Words("", id="settings-detail", classes="pane")
         detail.border_title = Content("HOW TO CHANGE IT")
         yield detail
 
@@ -65,7 +65,7 @@ class SettingsScreen(AreaScreen):
         item = next((item for item in self.panel.settings if item.key == key), None)
         if item is None:
             return
-        self.query_one("#settings-detail", Static).update(
+        self.query_one("#settings-detail", Words).update(
             Content.assemble(
                 (f"{clean(item.about, 200)}\n", ""),
                 ("vq config set ", "$muted"), (f"{item.key} VALUE", "bold"),

@@ -49,10 +49,11 @@ class TopBar(Widget):
 
     DEFAULT_CSS = "TopBar { dock: top; height: 3; width: 1fr; }"
 
-    view: reactive[View] = reactive(View)
+    view: reactive[View] = reactive(View, repaint=False)
     memory: reactive[Memory | None] = reactive(None)
     area: reactive[str] = reactive("")
-    now: reactive[float] = reactive(0.0)
+    now: reactive[float] = reactive(0.0, repaint=False)
+    _drawn: Content | None = None
 
     def __init__(self, area: str) -> None:
         super().__init__()
@@ -61,6 +62,22 @@ class TopBar(Widget):
 
     def render(self) -> Content:
         """Title line, area line, rule."""
+        self._drawn = self._content()
+        return self._drawn
+
+    def watch_view(self) -> None:
+        """Draw again when it says something else."""
+        self._renew()
+
+    def watch_now(self) -> None:
+        """A clock may run in the title."""
+        self._renew()
+
+    def _renew(self) -> None:
+        if self._drawn is None or not self._drawn.is_same(self._content()):
+            self.refresh()
+
+    def _content(self) -> Content:
         cells = self.size.width
         rule = Content.styled(GLYPHS.rule * cells, "$rule")
         return Content("\n").join([self._title(cells), self._areas(cells), rule])

@@ -55,6 +55,14 @@ class MemoryPane(Pane):
 
     TITLE = "MEMORY"
 
+    def basis(self, view: View) -> object:
+        """Bytes and their history; not what else the worker counts."""
+        s = view.stats
+        if s is None:
+            return None
+        now = (s.footprint, s.weights, s.kv_claimed, s.kv_resident, s.kv_fp16, s.limit)
+        return now, view.history
+
     def note(self, view: View) -> str:
         """Room left below the limit."""
         stats = view.stats

@@ -32,6 +32,10 @@ class LayerPane(Pane):
 
     TITLE = "LAYERS  held, of what is uncompressed"
 
+    def basis(self, view: View) -> object:
+        """The profile alone."""
+        return view.profile
+
     def lines(self, view: View, cells: int, rows: int) -> list[Content]:
         """A line a layer, and how many more there are."""
         if view.profile is None or not view.profile.layers:

@@ -104,9 +104,12 @@ class LineLog(Widget, can_focus=True):
         if new or gone:
             self.post_message(self.Changed())
 
-    def _passes(self, line: LogLine) -> bool:
+    def _passes_level(self, line: LogLine) -> bool:
         rank = LEVELS.index(line.level) if line.level in LEVELS else 1
-        if rank < LEVELS.index(self.level):
+        return rank >= LEVELS.index(self.level)
+
+    def _passes(self, line: LogLine) -> bool:
+        if not self._passes_level(line):
             return False
         return not self.needle or self.needle.casefold() in (
             f"{line.source} {line.text} {line.request}".casefold()
@@ -206,11 +209,21 @@ class LineLog(Widget, can_focus=True):
         """The line under the cursor."""
         return self.shown[self.cursor] if self.cursor < len(self.shown) else None
 
+    def _why_empty(self) -> str:
+        """Which key brings lines back; the level is not cleared with the filter."""
+        if not self.total:
+            return "no log line yet"
+        if not self.needle:
+            return f"no line is {self.level} or above: v changes the level"
+        if any(self._passes_level(line) for line in self._source):
+            return "no line passes the filter: esc clears it"
+        return f"no line is {self.level} or above: v changes the level, esc clears the filter"
+
     def render(self) -> Content:
         """The lines in sight, the cursor marked."""
         cells, rows = self.size
         if not self.shown:
-            why = "no line passes the filter: esc clears it" if self.total else "no log line yet"
+            why = self._why_empty()
             return Content.styled(f"  {why}", "$muted")
         out: list[Content] = []
         if not self.wrap:

@@ -13,6 +13,10 @@ class LogPane(Pane):
     TITLE = "LOG"
     LIVE = False
 
+    def basis(self, view: View) -> object:
+        """The newest line names them all."""
+        return view.logs[-1:], view.log_total, view.server.last_lines
+
     def note(self, view: View) -> str:
         """How many lines there are."""
         return f"{view.log_total:,} lines, l shows all" if view.logs else ""

@@ -57,6 +57,10 @@ class PoolPane(Pane):
 
     TITLE = "BLOCK POOL"
 
+    def basis(self, view: View) -> object:
+        """The pool alone."""
+        return view.stats and view.stats.pool
+
     def lines(self, view: View, cells: int, rows: int) -> list[Content]:
         """Counts, map in the rows left, legend when there is room."""
         pool = view.stats.pool if view.stats else None

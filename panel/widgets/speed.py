@@ -34,6 +34,11 @@ class SpeedPane(Pane):
 
     TITLE = "SPEED"
 
+    def basis(self, view: View) -> object:
+        """Speeds and their history."""
+        s = view.stats
+        return s and (s.decode_tps, s.prefill_tps, s.ttft_p50, s.ttft_p95, view.history)
+
     def note(self, view: View) -> str:
         """Span of the chart."""
         if len(view.history) < 2:
@@ -71,6 +76,11 @@ class RequestPane(Pane):
     """Counts, then the newest requests, running ones first."""
 
     TITLE = "REQUESTS"
+
+    def basis(self, view: View) -> object:
+        """Counts and requests."""
+        s = view.stats
+        return s and (s.running, s.waiting, s.done, s.failed, s.cancelled, view.requests)
 
     def lines(self, view: View, cells: int, rows: int) -> list[Content]:
         """Counts on the first line, then as many requests as fit."""

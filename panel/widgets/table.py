@@ -77,6 +77,8 @@ class PickTable(Widget, can_focus=True):
     def set_rows(self, rows: Sequence[Row], *, pick: str | None = None) -> None:
         """Replace all rows; the cursor stays on its key, or goes to `pick`."""
         wanted = pick if pick is not None else self.key
+        if self.rows == tuple(rows) and wanted == self.key:
+            return
         self.rows = tuple(rows)
         index = next((i for i, row in enumerate(self.rows) if row.key == wanted), None)
         self.cursor = index if index is not None else self._nearest(self.cursor)
