@@ -25,6 +25,11 @@ class ComposedCache(LayerCache):
         """Sinks, body and window of keys and of values."""
         return self.keys_stream.all_stores(), self.values_stream.all_stores()
 
+    def fits_plan(self, offset: int, held: list[int]) -> bool:
+        """Sinks, body and window must be those of the plan at this length."""
+        rows = (*self.plan.keys.rows(offset), *self.plan.values.rows(offset))
+        return tuple(held) == rows
+
     def write(self, keys: mx.array, values: mx.array) -> None:
         """Append to both streams."""
         self.keys_stream.append(keys)

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from veloxquant.cache.attend import Fresh, Mask, Run, attend, decode_range
 from veloxquant.cache.batch import RowBatch
+from veloxquant.cache.fitting import check_state, shape_of_rows
 from veloxquant.cache.store import Store
 from veloxquant.cache.view import CacheView
 from veloxquant.core.exceptions import CacheStateError
@@ -90,10 +91,9 @@ class LayerCache(ABC):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add (B, H, L, D) and return everything to attend to, as views or as arrays."""
         self.make_ready(keys.shape[2])
+        shape = shape_of_rows(self, keys, values)
         if self._shape is None:
-            batch, heads, _, k_dim = keys.shape
-            self._shape = (batch, heads, k_dim, values.shape[-1])
-            self._dtype = keys.dtype
+            self._shape, self._dtype = shape, keys.dtype
         if keys.shape[2]:
             self.offset += keys.shape[2]
             if self.writes_through:
@@ -316,7 +316,10 @@ class LayerCache(ABC):
         Raises:
             CacheStateError: when it was written by another version, method or layout.
         """
-        version, method, offset, dtype, shape, stores, extra = saved
+        try:
+            version, method, offset, dtype, shape, stores, extra = saved
+        except (TypeError, ValueError) as error:
+            raise CacheStateError("this is not the state of a cache of ours") from error
         if version != STATE_VERSION:
             raise CacheStateError(f"state of format {version}; this version reads {STATE_VERSION}")
         if method != self.method:
@@ -324,6 +327,7 @@ class LayerCache(ABC):
         layout = self.layout()
         if len(layout) != len(stores):
             raise CacheStateError(f"state has {len(stores)} stores, this cache {len(layout)}")
+        check_state(self, offset, dtype, shape, stores)
         self.pending = None
         self.offset = int(offset)
         self._dtype = getattr(mx, dtype)
@@ -332,6 +336,10 @@ class LayerCache(ABC):
             store.adopt(held)
         self.restore_extra(extra)
         self._unevaluated = list(self.arrays())
+
+    def fits_plan(self, offset: int, held: list[int]) -> bool:
+        """Whether stores of these lengths, in the order of `layout`, may hold `offset` tokens."""
+        return max(held, default=0) <= offset
 
     @property
     def meta_state(self) -> str:

@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 _FORMAT = "veloxquant_cache"
 # Common fields that decide what packed arrays mean; those of the method come beside them.
 _COMMON = ("bit_width_inlier", "seed", "residual_length", "n_sink_tokens")
-_MISFIT = (TypeError, ValueError, KeyError, IndexError, AttributeError)
+_MISFIT = (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError)
 
 
 def _settings(config: KVCacheConfig) -> dict[str, Any]:
@@ -187,12 +187,10 @@ def load_caches(path: str | Path, plan: ModelPlan, config: KVCacheConfig) -> lis
     try:
         tree = _unflatten(head["tree"], arrays)
         if len(tree) != len(caches):
-            raise CacheStateError(
-                f"{source.name} holds {len(tree)} layers, this model has {len(caches)}"
-            )
+            raise CacheStateError(f"it holds {len(tree)} layers, this model has {len(caches)}")
         for cache, saved in zip(caches, tree, strict=True):
             _restore(cache, saved)
-    except _MISFIT as error:
+    except (*_MISFIT, CacheStateError) as error:
         raise CacheStateError(
             f"{source.name} does not fit the caches of this model: {error}"
         ) from error

@@ -1,13 +1,21 @@
 """A growable run of tokens in one codec."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import mlx.core as mx
 
+from veloxquant.core.exceptions import CacheStateError
 from veloxquant.kernels import dispatch
 from veloxquant.kernels.native import PLAIN, NativeRun, decode
 from veloxquant.quantizers.base import Codec, Packed, TokenAxis
 from veloxquant.quantizers.sizes import round_up
+
+
+@lru_cache(maxsize=256)
+def _sample(codec: Codec, dtype: mx.Dtype) -> Packed:
+    """The arrays of one block, for their names, types and sizes."""
+    return codec.encode(mx.zeros((1, 1, codec.spec.block, codec.dim), dtype=dtype))
 
 
 def _cut(a: mx.array, axis: int, start: int, stop: int) -> mx.array:
@@ -212,8 +220,37 @@ class Store:
         """Counters and buffers as they are: what `adopt` takes over without copying."""
         return [self._start, self._stop, self.capacity, dict(self._arrays)]
 
+    def check(self, saved: list, batch: int, heads: int, dtype: mx.Dtype) -> int:
+        """Tokens in what `live` or `compact` gave, once it is sure that it fits this store.
+
+        Raises:
+            CacheStateError: when counters, names, shapes or types are not those of this codec;
+                kernels read these buffers by address and believe them.
+        """
+        start, stop, capacity, arrays = saved
+        arrays = arrays or {}
+        counters = (start, stop, capacity)
+        if not all(type(n) is int for n in counters) or not 0 <= start <= stop <= capacity:
+            raise CacheStateError(f"counters {counters} of a store are impossible")
+        block = self.codec.spec.block
+        if (start and block > 1) or capacity % block or stop % block:
+            raise CacheStateError(f"counters {counters} cut a block of {block} tokens")
+        if not capacity and not arrays:
+            return 0
+        for name, like in _sample(self.codec, dtype).items():
+            place = self.codec.axes[name]
+            shape = [batch, heads, *like.shape[2:]]
+            shape[place.axis] = place.at(capacity)
+            held = arrays.get(name)
+            found = held is not None and (tuple(held.shape), held.dtype)
+            if found != (tuple(shape), like.dtype):
+                raise CacheStateError(
+                    f"array {name!r} should be {like.dtype} of {tuple(shape)}, it is {found}"
+                )
+        return stop - start
+
     def adopt(self, saved: list) -> None:
-        """Take over what `live` or `compact` gave."""
+        """Take over what `live` or `compact` gave; `check` comes first."""
         start, stop, capacity, arrays = saved
         # New handles: writing in place here must not show through in the saved arrays.
         self._arrays = {name: a[...] for name, a in (arrays or {}).items()}

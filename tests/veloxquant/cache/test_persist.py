@@ -227,7 +227,9 @@ def test_a_file_of_another_model_is_refused(method: str, tmp_path: Path) -> None
     caches = new_caches(plan_model(model, config), config)
     feed(model, prompt(40), caches)
     save_caches(tmp_path / "a", caches, config)
-    with pytest.raises(CacheStateError, match=r"another model: .*2 heads of 128"):
+    with pytest.raises(
+        CacheStateError, match=r"does not fit the caches of this model|another model"
+    ):
         load_caches(tmp_path / "a", plan_model(other, config), config)
     with pytest.raises(CacheStateError, match="holds 2 layers, this model has 3"):
         load_caches(tmp_path / "a", plan_model(tiny("gemma3"), config), config)

@@ -1,0 +1,102 @@
+"""Whether rows and saved states fit a cache: everything is checked before anything is changed.
+
+Compiled kernels read buffers by address, so a state from a file is believed only after its
+counters, shapes and types are those that the codec would have made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from veloxquant.cache.store import Store
+from veloxquant.core.exceptions import CacheStateError
+
+ROW_TYPES = ("float16", "bfloat16", "float32")
+RowShape = tuple[int, int, int, int]
+
+
+class Fitted(Protocol):
+    """A cache of one layer, as far as fitting goes."""
+
+    _shape: RowShape | None
+
+    def streams(self) -> tuple[Sequence[Store], Sequence[Store]]:
+        """Stores of keys and of values."""
+        ...
+
+    def layout(self) -> list[Store]:
+        """Every store in saving order."""
+        ...
+
+    def fits_plan(self, offset: int, held: list[int]) -> bool:
+        """Whether stores of these lengths may hold `offset` tokens."""
+        ...
+
+
+def _head_sizes(cache: Fitted) -> tuple[int, int]:
+    keys, values = cache.streams()
+    return keys[0].codec.dim, values[0].codec.dim
+
+
+def shape_of_rows(cache: Fitted, keys: mx.array, values: mx.array) -> RowShape:
+    """(B, n_kv_heads, k_dim, v_dim) of new rows, once it is sure that they belong here.
+
+    Raises:
+        ValueError: when keys and values differ, or do not fit the head sizes or the rows held.
+    """
+    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            f"keys {keys.shape} and values {values.shape} do not belong together; give "
+            f"(B, n_kv_heads, L, head_dim) arrays that differ in the last size only"
+        )
+    batch, heads, _, k_dim = keys.shape
+    shape = (batch, heads, k_dim, values.shape[-1])
+    if cache._shape is None:
+        if shape[2:] != _head_sizes(cache):
+            raise ValueError(
+                f"head sizes {shape[2:]}; this cache was made for {_head_sizes(cache)}"
+            )
+    elif shape != cache._shape:
+        raise ValueError(
+            f"new rows (B, n_kv_heads, k_dim, v_dim) = {shape} do not fit the ones held, "
+            f"{cache._shape}; a cache serves one set of sequences"
+        )
+    return shape
+
+
+def check_state(cache: Fitted, offset: Any, dtype: Any, shape: Any, stores: list[Any]) -> None:
+    """Make sure that a state may be taken over.
+
+    Raises:
+        CacheStateError: naming what does not fit.
+    """
+    if dtype not in ROW_TYPES or type(offset) is not int or offset < 0:
+        raise CacheStateError(f"state with type {dtype!r} and offset {offset!r}")
+    if len(shape) not in (0, 4) or not all(type(n) is int and n > 0 for n in shape):
+        raise CacheStateError(f"state of shape {shape!r}")
+    layout = cache.layout()
+    keys, values = cache.streams()
+    rows = {id(store) for store in (*keys, *values)}
+    held = [0] * len(layout)
+    if shape:
+        batch, heads, *sizes = shape
+        if tuple(sizes) != _head_sizes(cache):
+            raise CacheStateError(
+                f"state of head sizes {sizes}; this cache was made for {_head_sizes(cache)}"
+            )
+        try:
+            held = [
+                store.check(
+                    one, batch, heads, getattr(mx, dtype) if id(store) in rows else mx.int32
+                )
+                for store, one in zip(layout, stores, strict=True)
+            ]
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CacheStateError(f"a store of the state is damaged: {error}") from error
+    count = dict(zip(map(id, layout), held, strict=True))
+    n_keys, n_values = (sum(count[id(store)] for store in side) for side in (keys, values))
+    if n_keys != n_values or n_keys > offset or not cache.fits_plan(offset, held):
+        raise CacheStateError(f"stores of {held} tokens do not make up {offset} tokens")
