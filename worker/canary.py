@@ -111,9 +111,11 @@ def recall(
     *,
     context: int,
     chunk: int,
-    report: Callable[[int, int], None],
+    report: Callable[[int, int, str], None],
 ) -> list[str]:
     """Hide a number in prose and ask for it by completion, with plain caches and the method's.
+
+    `report` gets tokens read, tokens in all and what is going on.
 
     Returns:
         A warning when plain caches answer and the method's do not; nothing otherwise.
@@ -125,15 +127,14 @@ def recall(
         logger.info("The recall check was skipped: %s", skipped)
         return []
     text = _recall_text(tokenizer, tokens)
-    report(0, 2)
-    if _answers(model, plan.new(), text, chunk):
+    what = f"recall check, {tokens} tokens"
+    if _answers(model, plan.new(), text, chunk, lambda n: report(n, tokens, what)):
         logger.info("Recall check passed at %d tokens.", tokens)
         return []
-    report(1, 2)
-    if not _answers(model, plain_caches(model), text, chunk):
+    what = f"recall check uncompressed, {tokens} tokens"
+    if not _answers(model, plain_caches(model), text, chunk, lambda n: report(n, tokens, what)):
         logger.info("The recall check says nothing: this model fails it uncompressed too.")
         return []
-    report(2, 2)
     warning = (
         f"With {plan.config.method} this model forgot a number hidden in {tokens} tokens of "
         "text; without compression it found it."
@@ -168,7 +169,11 @@ def _recall_text(tokenizer: Any, tokens: int) -> tuple[list[int], list[int], lis
 
 
 def _answers(
-    model: Any, caches: list[Any], text: tuple[list[int], list[int], list[int]], chunk: int
+    model: Any,
+    caches: list[Any],
+    text: tuple[list[int], list[int], list[int]],
+    chunk: int,
+    report: Callable[[int], None],
 ) -> bool:
     """Whether every token of the answer is the most likely one where it stands.
 
@@ -177,7 +182,10 @@ def _answers(
     """
     history, question, answer = text
     for start in range(0, len(history), chunk):
+        report(start)
         _feed(model, history[start : start + chunk], caches)
+        mx.clear_cache()  # or the start would need more memory than the answers do
+    report(len(history))
     logits = model(mx.array([question + answer]), cache=caches)[0]
     best = mx.argmax(logits[len(question) - 1 : -1], axis=-1)
     return cast(list[int], best.tolist()) == answer

@@ -25,16 +25,18 @@ class Stages:
         self._send = send
 
     @contextmanager
-    def stage(self, stage: Stage, detail: str = "") -> Iterator[Callable[[int, int], None]]:
+    def stage(self, stage: Stage, detail: str = "") -> Iterator[Callable[..., None]]:
         """A stage that is `now` inside the block, and `done` or `failed` after it.
 
         Yields:
-            A function that reports (done, total).
+            A function that reports (done, total), and a new detail when it is given one.
         """
         start = time.monotonic()
         self.report(stage, "now", detail)
 
-        def progress(done: int, total: int) -> None:
+        def progress(done: int, total: int, now: str = "") -> None:
+            nonlocal detail
+            detail = now or detail
             self._send(Progress(StageReport(stage, "now", detail, done, total)))
 
         try:
@@ -93,6 +95,7 @@ def prepare(
             )
         meter.bound_buffer_cache()
         loaded = load.load(gated, as_float32=on_cpu, report=progress)
+        mx.clear_cache()  # the narrow arrays of the file
     warnings = []
     if loaded.context is not None and spec.context > loaded.context:
         warnings.append(
@@ -103,7 +106,7 @@ def prepare(
         plan = plan_for(loaded.model, config)
         warnings += plan.warnings
     step = spec.prefill_step or (CPU_PREFILL_STEP if on_cpu else GPU_PREFILL_STEP)
-    with stages.stage("canary") as progress:
+    with stages.stage("canary", "trial tokens") as progress:
         costs = canary.check(loaded.model, loaded.tokenizer, plan)
         warnings += canary.recall(
             loaded.model, loaded.tokenizer, plan, context=spec.context, chunk=step, report=progress

@@ -18,7 +18,10 @@ NO_READING = Reading(0, 0, 0, 0)
 
 
 class Rate:
-    """Tokens a second of work, over the last seconds; 0 when nothing was done lately."""
+    """Tokens a second of work, over the last seconds; 0 when nothing was done lately.
+
+    Work that took long counts for as much longer: a prompt's next piece takes as long as the last.
+    """
 
     def __init__(self, window: float = _WINDOW_SECONDS) -> None:
         self._window = window
@@ -40,7 +43,7 @@ class Rate:
 
     def _forget(self) -> None:
         old = time.monotonic() - self._window
-        while self._points and self._points[0][0] < old:
+        while self._points and self._points[0][0] + self._points[0][2] < old:
             self._points.popleft()
 
 

@@ -106,3 +106,16 @@ def test_an_exception_stops_the_launch_with_its_words() -> None:
     with pytest.raises(WorkerFault, match="keys has no swapaxes") as fault:
         canary.check(broken, Words(), plan(None))
     assert fault.value.code == "canary_failed"
+
+
+def test_the_recall_check_reports_every_piece_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary, "_recall_length", lambda *_: (600, ""))
+    told: list[tuple[int, int, str]] = []
+    recall(plan(100), report=lambda *words: told.append(words))
+    whats = list(dict.fromkeys(what for *_, what in told))
+    assert whats == ["recall check, 600 tokens", "recall check uncompressed, 600 tokens"]
+    for what in whats:
+        done = [n for n, _, name in told if name == what]
+        assert done[:3] == [0, 256, 512]
+        assert done == sorted(done)
+        assert done[-1] <= 600

@@ -112,7 +112,7 @@ COMMANDS: tuple[Command, ...] = (
     ), epilog="The server runs until `vq stop`. Ctrl-C while it starts stops it."),
     Command("status", "say what is running", "server:status", (
         flag("--watch", action="store_true", help="print a line whenever something changes"),
-    )),
+    ), epilog="Exit code: 1 when the server failed; 0 otherwise, also when none runs."),
     Command("stop", "stop the server and wait until it is gone", "server:stop", (
         flag("--grace", type=float, default=10.0, metavar="SECONDS",
              help="time that running answers get to finish (default 10)"),
@@ -149,7 +149,7 @@ COMMANDS: tuple[Command, ...] = (
         flag("--family", choices=("quantization", "eviction", "hybrid"), help="only this family"),
     )),
     Command("fit", "what fits: memory and longest context, method by method", "fit:run", (
-        _MODEL, _CONTEXT,
+        _MODEL, _METHOD, _BITS, _SET, _CONTEXT,
         flag("--batch", type=positive, default=1, metavar="N", help="conversations at a time"),
         flag("--ram", type=size, metavar="SIZE", help="assume this much room, such as 12G"),
         flag("--all", action="store_true", help="show also the methods that are left out"),

@@ -2,11 +2,14 @@
 
 import argparse
 from dataclasses import asdict
+from typing import Any
 
 from veloxquant.cli import exit_codes
 from veloxquant.cli.models import pick, room_now
-from veloxquant.cli.output import CliError, envelope, gib, result, table, talk
-from veloxquant.planning.fit import FitRow, best_start, fit_table
+from veloxquant.cli.output import CliError, envelope, gib, result, table, talk, usage_error
+from veloxquant.cli.overrides import check_ready, parse_overrides
+from veloxquant.planning.fit import FitRow, Sizer, best_start, fit_table
+from veloxquant.planning.method_settings import config_of, fields_of
 from veloxquant.planning.model_shape import ModelShape, ShapeError, read_shape
 from veloxquant.planning.models import LocalModel
 from veloxquant.planning.room import Room
@@ -32,16 +35,17 @@ def shape_of(model: LocalModel) -> ModelShape:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the method table for one model at one context."""
+    """Print the method table for one model at one context, or one method in detail."""
+    options = _options(args)
     model = pick(args.model)
     shape, room = shape_of(model), room_now(args.ram)
     context = args.context or min(8192, shape.native_context)
     warnings = list(shape.notes)
+    beyond = ""
     if context > shape.native_context:
-        warnings.append(
-            f"{context:,} tokens are more than the {shape.native_context:,} the model was made for"
-        )
-    rows = fit_table(shape, context, args.batch, room.nbytes)
+        beyond = f"{model.name} was made for {shape.native_context:,} tokens; asked {context:,}."
+    rows = fit_table(shape, context, args.batch, room.nbytes, methods=list(options),
+                     options=options)  # fmt: skip
     best = best_start(rows)
     if args.json:
         data = {
@@ -56,41 +60,101 @@ def run(args: argparse.Namespace) -> int:
             "proposed": best.method if best else None,
             "methods": [row.as_data() for row in rows],
         }
-        result(envelope(data, warnings))
+        result(envelope(data, [*warnings, beyond] if beyond else warnings))
     else:
         result(f"{model.name}   context {context:,}   batch {args.batch}   {room.describe()}")
         result(f"weights {gib(shape.resident_weights)} in memory, native context "
                f"{shape.native_context:,}, {shape.n_compressed} of {shape.n_layers} layers "
                f"compressed\n")  # fmt: skip
-        result(_table(rows, best))
+        if any(row.max_context is not None for row in rows):
+            result(_table(rows, None if args.method else best, options, shape, context, room))
         _left_out(rows, everything=args.all)
+        if args.method and rows[0].bits is not None:
+            _detail(args.method, options[args.method], shape, context, args.batch)
         for warning in warnings:
             talk(f"note: {warning}")
     if best is None:
-        talk(_nothing_fits(rows, room))
+        talk(beyond or _nothing_fits(rows, room))
         return exit_codes.DOES_NOT_FIT
     return exit_codes.OK
 
 
-def _table(rows: list[FitRow], best: FitRow | None) -> str:
-    head = ["METHOD", "BITS", "KV", "IN USE", "PEAK", "MAX CTX", "LIMITED BY", "FITS", "NOTE"]
+def _options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Settings by method, empty without --method; read as `vq up` reads them."""
+    if args.method is None:
+        if args.overrides or args.bits is not None:
+            usage_error("--set and --bits are about one method.", "Add --method NAME.")
+        return {}
+    options = parse_overrides(args.overrides, args.method, args.bits)
+    check_ready(args.method)
+    return {args.method: options}
+
+
+def _setting(method: str, options: dict[str, Any]) -> str:
+    """The bit width that is asked for; `-` for methods without one."""
+    field = fields_of(method).get("bit_width_inlier")
+    return f"{options.get(field.name, field.default)} bit" if field else "-"
+
+
+def _detail(
+    method: str, options: dict[str, Any], shape: ModelShape, context: int, batch: int
+) -> None:
+    """Settings of one method and what its memory is made of."""
+    head_dim = next((layer.k_dim for layer, _ in shape.layers), 128)
+    need = Sizer(shape, config_of(method, options, head_dim)).need(context, batch)
+    settings = {name: options.get(name, field.default) for name, field in fields_of(method).items()}
+    told = ", ".join(f"{name}={value}" for name, value in settings.items())
+    parts = [("program", need.program), ("weights", need.weights), ("kv", need.kv),
+             ("other layers", need.native)]  # fmt: skip
+    result(f"\nsettings  {told or 'none'}")
+    result(f"in use    {' + '.join(f'{name} {gib(n)}' for name, n in parts if n)}")
+    result(f"peak      weights being read {gib(need.loading)}; prompt being read "
+           f"{gib(need.prompt)}")  # fmt: skip
+
+
+def _table(
+    rows: list[FitRow],
+    best: FitRow | None,
+    options: dict[str, dict[str, Any]],
+    shape: ModelShape,
+    context: int,
+    room: Room,
+) -> str:
+    head = [
+        "METHOD",
+        "SETTING",
+        "BITS",
+        "KV",
+        "IN USE",
+        "PEAK",
+        "MAX CTX",
+        "LIMITED BY",
+        "FITS",
+        "NOTE",
+    ]
     body = [
         [
             row.method + (" *" if best and row.method == best.method else ""),
-            "-" if row.bits is None else f"{row.bits:.2f}",
+            _setting(row.method, options.get(row.method, {})),
+            "-" if row.bits is None else f"{row.bits:.1f}",
             gib(row.kv_bytes),
             gib(row.resident_bytes),
             gib(row.peak_bytes),
             f"{row.max_context:,}",
             row.limit or "",
-            "yes" if row.fits else "no",
+            "yes"
+            if row.fits
+            else "beyond native"
+            if context > shape.native_context and (row.peak_bytes or 0) <= room.nbytes
+            else "no",
             row.note,
         ]
         for row in rows
         if row.max_context is not None
     ]
-    text = table(head, body, right=(1, 2, 3, 4, 5))
-    return text + "\nkv: exact bytes; in use and peak: estimates; * proposed"
+    legend = "bits: per value, exact tokens included; kv: exact bytes; in use and peak: estimates"
+    text = table(head, body, right=(1, 2, 3, 4, 5, 6))
+    return f"{text}\n{legend}{'; * proposed' if best else ''}"
 
 
 def _left_out(rows: list[FitRow], *, everything: bool) -> None:

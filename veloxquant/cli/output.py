@@ -136,9 +136,5 @@ def count(number: int | None) -> str:
         return "-"
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size:
-            return (
-                f"{number / size:.1f}{letter}"
-                if number < 100 * size
-                else f"{number // size}{letter}"
-            )
+            return f"{number / size:.{int(letter == 'B')}f}{letter}"
     return str(number)

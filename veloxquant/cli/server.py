@@ -34,7 +34,7 @@ def status(args: argparse.Namespace) -> int:
         return _no_server(args.json)
     if args.json:
         result(envelope(_status_data(found)))
-        return exit_codes.OK
+        return _status_code(found["state"])
     state = found["state"]
     result(sentence(state, found.get("base_url")))
     if state["phase"] in RUNNING and (stats := found.get("stats")):
@@ -43,7 +43,11 @@ def status(args: argparse.Namespace) -> int:
         talk(f"warning: {clean(warning)}")
     for line in state.get("last_lines", []) if state["phase"] in ("failed", "crashed") else ():
         talk(f"  {clean(line)}")
-    return exit_codes.OK
+    return _status_code(state)
+
+
+def _status_code(state: dict[str, Any]) -> int:
+    return exit_codes.FAILED if state["phase"] == "failed" else exit_codes.OK
 
 
 def _status_data(found: dict[str, Any]) -> dict[str, Any]:

@@ -87,10 +87,11 @@ async def _follow() -> dict[str, Any]:
 
 
 def _tell(told: dict[str, str], report: Any) -> None:
-    """One line a stage when it starts, and one when it ends."""
-    if report.state == "next" or told.get(report.stage) == report.state:
+    """One line a stage when it starts or turns to something else, and one when it ends."""
+    line = f"{report.state} {report.detail}"
+    if report.state == "next" or told.get(report.stage) == line:
         return
-    told[report.stage] = report.state
+    told[report.stage] = line
     words = [f"{report.state:6}", f"{report.stage:8}", report.detail]
     if report.state == "now" and report.total and report.stage == "weights":
         words.append(gib(report.total))

@@ -10,7 +10,7 @@ from veloxquant.cli.control import call, is_running
 from veloxquant.cli.fit import shape_of
 from veloxquant.cli.models import pick, room_now
 from veloxquant.cli.output import CliError, envelope, gib, result, talk, usage_error
-from veloxquant.cli.overrides import parse_overrides
+from veloxquant.cli.overrides import check_ready, parse_overrides
 from veloxquant.cli.starting import summary, wait_until_ready
 from veloxquant.config.last_start import load_last, save_last
 from veloxquant.config.settings import Settings, load_settings
@@ -95,12 +95,7 @@ def _choose(args: argparse.Namespace, settings: Settings) -> Wanted:
     if not options and args.model is None and args.method is None and method == again:
         kept = last.get("options", {})
         options = {} if refusal(method, kept) else kept
-    if not row_of(method).is_ready:
-        raise CliError(
-            f"The method {method} is documented but not built yet.",
-            "`vq methods --servable-only` lists those that can be started.",
-            exit_codes.UNSUPPORTED, "unsupported",
-        )  # fmt: skip
+    check_ready(method)
     return Wanted(model, shape, method, options, context)
 
 

@@ -18,6 +18,8 @@ from veloxquant.planning.model_shape import ModelShape
 Limit = Literal["weights", "kv", "prompt phase", "native context"]
 PROGRAM_BYTES = 192 << 20
 """Python, MLX, tokenizer and HTTP of a worker without a model (170 to 190 MiB measured)."""
+LOAD_PIECE = 64 << 20
+"""Weights that the worker reads at a time (`worker/load.py`)."""
 GRID = 32
 """Steps of the search for the longest context, on each of its two levels."""
 LEAST_TOKENS = 16
@@ -25,7 +27,10 @@ LEAST_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes at one length: program + weights + kv when answering, `peak` while reading a prompt."""
+    """Bytes at one length: program + weights + kv when answering, `peak` at worst.
+
+    `reading` is what the weights need on top while they are read and widened.
+    """
 
     weights: int
     kv: int
@@ -33,6 +38,7 @@ class Need:
     work: int
     program: int
     prompt_kv: int
+    reading: int = 0
 
     @property
     def resident(self) -> int:
@@ -41,8 +47,18 @@ class Need:
 
     @property
     def peak(self) -> int:
-        """Most bytes, while the prompt is read."""
-        return max(self.resident, self.resident - self.kv + self.prompt_kv + self.work)
+        """Most bytes: while the weights are read, or while the prompt is."""
+        return max(self.loading, self.resident, self.prompt)
+
+    @property
+    def prompt(self) -> int:
+        """Most bytes while the prompt is read."""
+        return self.resident - self.kv + self.prompt_kv + self.work
+
+    @property
+    def loading(self) -> int:
+        """Most bytes while the weights are read."""
+        return self.program + self.weights + self.reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +137,15 @@ class Sizer:
             work=batch * work,
             program=PROGRAM_BYTES,
             prompt_kv=batch * prompt,
+            reading=self._reading(),
         )
+
+    def _reading(self) -> int:
+        """Arrays as the file has them, next to their wide copies: a piece and the largest one."""
+        model = self.model
+        if model.resident_weights <= model.file_weights:
+            return 0  # nothing is widened
+        return min(model.file_weights, LOAD_PIECE + 2 * model.vocabulary * model.hidden)
 
     def max_context(self, room: int, batch: int = 1) -> tuple[int, Limit]:
         """Longest context that fits into `room` bytes, at most the native one, and what limits it.
@@ -131,7 +155,7 @@ class Sizer:
         """
         least = self.need(min(LEAST_TOKENS, self.model.native_context), batch)
         if least.peak > room:
-            if least.program + least.weights > room:
+            if least.loading > room:
                 return 0, "weights"
             return 0, _which(least, room)
         low, high = LEAST_TOKENS, self.model.native_context

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from veloxquant.cli import exit_codes, models
+from veloxquant.cli.output import count
 from veloxquant.integration import demo_model
 from veloxquant.planning.room import assumed_room
 
@@ -133,3 +134,51 @@ def test_completion(run: Run, shell: str) -> None:
     code, out, _ = run("completion", shell)
     assert code == 0
     assert "vq" in out
+
+
+def test_fit_of_one_method_takes_its_settings(run: Run, demo: Path) -> None:
+    def kivi(*words: str) -> dict:
+        out = run("fit", "Tiny-1B", "--ram", "3G", "--method", "kivi", *words, "--json")[1]
+        [row] = json.loads(out)["data"]["methods"]
+        return row
+
+    assert kivi("--set", "bit_width_inlier=8")["kv_bytes"] > kivi("--bits", "2")["kv_bytes"]
+    out = run("fit", "Tiny-1B", "--ram", "3G", "--method", "kivi", "--bits", "2")[1]
+    assert "2 bit" in out
+    assert "bit_width_inlier=2" in out
+    assert "turboquant_rvq" not in out
+    assert "* proposed" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("--set", "kivi_group_size=64"), exit_codes.USAGE, "--method"),
+        (("--method", "kivi", "--set", "snap_budget=1"), exit_codes.USAGE, "snap_budget"),
+        (("--method", "nope"), exit_codes.NOT_FOUND, "Ready: fp16"),
+        (("--method", "xquant"), exit_codes.UNSUPPORTED, "not built yet"),
+    ],
+)
+def test_fit_refuses_settings_as_up_does(
+    run: Run, demo: Path, words: tuple, code: int, says: str
+) -> None:
+    status, out, err = run("fit", "Tiny-1B", *words)
+    assert (status, out) == (code, "")
+    assert says in err
+
+
+def test_fit_beyond_the_native_context_says_so(run: Run, demo: Path) -> None:
+    code, out, err = run("fit", "Tiny-1B", "--context", "256k", "--ram", "900G")
+    assert code == exit_codes.DOES_NOT_FIT
+    assert "Tiny-1B was made for 131,072 tokens; asked 262,144." in err
+    assert "beyond native" in out
+    assert "* proposed" not in out
+    assert "* proposed" in run("fit", "Tiny-1B", "--ram", "3G")[1]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(None, "-"), (999, "999"), (134_515_008, "135M"), (8_190_000_000, "8.2B")],
+)
+def test_counts_are_rounded_as_the_panel_rounds_them(number: int | None, text: str) -> None:
+    assert count(number) == text

@@ -23,7 +23,7 @@ def test_pairs_become_typed_settings() -> None:
         (["kivi_group_size=48"], "kivi", None, exit_codes.USAGE, "one of 32, 64, 128"),
         ([], "kivi", 7, exit_codes.USAGE, "bit_width_inlier=7"),
         ([], "fp16", 4, exit_codes.USAGE, "no bit width"),
-        ([], "kivy", None, exit_codes.NOT_FOUND, "did you mean kivi"),
+        ([], "kivy", None, exit_codes.NOT_FOUND, "Did you mean kivi"),
     ],
 )
 def test_refusals_name_what_is_legal(

@@ -216,3 +216,25 @@ def test_stop_says_what_was_reached(run: Run, supervisor: Any) -> None:
     assert run("stop", "--grace", "3")[1].startswith("stopped:")
     assert ("stop", {"grace": 3.0}) in supervisor.calls
     assert run("stop", "--grace", "-1")[0] == exit_codes.USAGE
+
+
+def test_status_of_a_failed_server_is_code_1(run: Run, supervisor: Any) -> None:
+    supervisor.state("failed")
+    assert run("status")[0] == exit_codes.FAILED
+    code, out, _ = run("status", "--json")
+    assert (code, json.loads(out)["data"]["phase"]) == (exit_codes.FAILED, "failed")
+    supervisor.state("loading")
+    assert run("status")[0] == exit_codes.OK
+
+
+def test_up_says_what_a_stage_turns_to(run: Run, demo: Path, supervisor: Any) -> None:
+    check = StageReport("canary", "now", "recall check, 598 tokens", 0, 598)
+    supervisor.events = [
+        event(1, Progress(StageReport("canary", "now", "trial tokens"))),
+        event(2, Progress(check)),
+        event(3, Progress(check)),
+        event(4, State("ready")),
+    ]
+    err = run("up", "Tiny-1B")[2]
+    assert err.count("trial tokens") == 1
+    assert err.count("recall check, 598 tokens") == 1

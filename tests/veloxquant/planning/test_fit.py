@@ -152,3 +152,15 @@ def test_a_model_without_plain_attention_can_only_run_uncompressed() -> None:
     rows = {row.method: row for row in fit_table(latent, 4096, 1, 12 * GIB)}
     assert rows["fp16"].fits
     assert rows["kivi"].why == "no layer of this model can be compressed"
+
+
+def test_reading_widened_weights_needs_room_for_the_narrow_ones_too() -> None:
+    """A 135M model in bf16 on the CPU backend; its start was measured at 777 MiB."""
+    shape = LayerShape(9, 3, 64, 64, 4)
+    small = ModelShape(((shape, 30),), (), 576, 1536, 49152, 8192, 269_030_016, 538_060_032, "cpu")
+    need = Sizer(small, KVCacheConfig(method="kivi", head_dim=64)).need(256)
+    measured = 777 << 20
+    assert measured <= need.loading <= 1.1 * measured
+    assert need.peak >= need.loading > need.resident
+    wide = Sizer(model(), KVCacheConfig(method="kivi")).need(256)
+    assert wide.loading == wide.program + wide.weights
