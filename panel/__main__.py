@@ -30,14 +30,16 @@ def _apply_look() -> None:
 
 def main() -> int:
     """Run the app until it is closed; returns the exit code."""
-    tty = sys.stdin.isatty() and sys.stdout.isatty()
+    # Textual draws on stderr.
+    tty = sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
     if why := refusal(os.environ, tty):
         sys.stderr.write(why + "\n")
         return 2
     _apply_look()
     from veloxquant.panel.app import PanelApp
 
-    return PanelApp().run() or 0
+    app = PanelApp()
+    return app.run() or app.return_code or 0
 
 
 if __name__ == "__main__":

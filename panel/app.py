@@ -21,6 +21,7 @@ from veloxquant.panel.bindings import AREAS
 from veloxquant.panel.commands import ActionProvider
 from veloxquant.panel.farewell import heed
 from veloxquant.panel.operate import Operate
+from veloxquant.panel.palette import Palette
 from veloxquant.panel.ports import Control, Library
 from veloxquant.panel.scout import Scout
 from veloxquant.panel.screens.area import AreaScreen
@@ -248,6 +249,12 @@ class PanelApp(Operate, Scout, App[int]):
 
         if not isinstance(self.screen, Help):
             self.push_screen(Help(self.current_mode))
+
+    def action_command_palette(self) -> None:
+        """Open the palette."""
+        is_open = any(isinstance(screen, Palette) for screen in self.screen_stack)
+        if self.use_command_palette and not is_open:
+            self.push_screen(Palette(id="--command-palette"))
 
     def action_palette(self) -> None:
         """Find an action by name."""

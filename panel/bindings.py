@@ -63,11 +63,11 @@ KEYS: tuple[Key, ...] = (
     # fit
     Key("fit.start", "enter", "start", "start with this method", 1),
     Key("fit.more_context", "plus,equals_sign", "more", "double the context", 2),
-    Key("fit.less_context", "minus", "less context", "halve the context", 3),
-    Key("fit.type_context", "c", "type context", "type the context in tokens", 5),
-    Key("fit.settings", "s", "settings", "settings of this method, such as its bits", 4),
-    Key("fit.batch", "b", "batch", "next batch size: 1, 2, 4, 8, 16", 6),
-    Key("fit.why", "v", "planned", "show methods that are not built yet, and why", 7),
+    Key("fit.less_context", "minus", "less", "halve the context", 3),
+    Key("fit.type_context", "c", "type", "type the context in tokens", 4),
+    Key("fit.settings", "s", "tune", "settings of this method, such as its bits", 6),
+    Key("fit.batch", "b", "batch", "next batch size: 1, 2, 4, 8, 16", 5),
+    Key("fit.why", "v", "all", "show methods that are not built yet, and why", 7),
     Key("fit.refresh", "r", "refresh", "measure the free memory again", 8),
     Key("fit.back", "escape", "models", "back to the models"),
     # run
@@ -83,7 +83,7 @@ KEYS: tuple[Key, ...] = (
     Key("run.demo", "d", "get demo model", "fetch the small demo model", 0),
     Key("run.report", "Y", "copy report", "copy what went wrong, without paths", 0),
     # chat
-    Key("chat.stop", "escape", "stop / leave", "stop the answer, or leave the text field", 1),
+    Key("chat.stop", "escape", "leave / stop", "leave the text field; again: stop the answer", 1),
     Key("chat.new", "ctrl+n", "new chat", "begin a new conversation", 2, True),
     Key("chat.copy", "ctrl+y", "copy answer", "copy the last answer", 3, True),
     Key("chat.retry", "ctrl+r", "retry", "ask the last question again", 4, True),

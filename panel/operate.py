@@ -212,7 +212,7 @@ class Operate(_Base):
         if desk is None:
             problem = "the conversation is still being loaded; try again"
         elif desk.answering:
-            problem = "an answer is still being written; esc stops it"
+            problem = "an answer is still being written; esc leaves the field, esc again stops it"
         elif not self.view.is_serving:
             problem = "no server is ready; press esc, then 3 to see how it is"
         if problem or desk is None:

@@ -87,6 +87,10 @@ class View:
     # a start that was refused before the supervisor had a state for it
     refused: Fault | None = None
     refused_spec: LaunchSpec | None = None
+    # the connection went down, and what ran when its supervisor ended with it
+    down_at: float = 0.0
+    lost_spec: LaunchSpec | None = None
+    lost_at: float = 0.0
 
     @property
     def spec(self) -> LaunchSpec | None:
@@ -169,7 +173,8 @@ def fold(view: View, messages: Iterable[Any], now: float) -> View:
     for message in messages:
         if isinstance(message, LinkNews):
             link: Link = "live" if message.up else "lost"
-            view = replace(view, link=link, link_note=clean(message.reason, 300))
+            down_at = now if link == "lost" and view.link == "live" else view.down_at
+            view = replace(view, link=link, link_note=clean(message.reason, 300), down_at=down_at)
         elif isinstance(message, Snapshot):
             view, logs = _from_snapshot(view, message, now), []
         elif isinstance(message, Event):
@@ -192,7 +197,11 @@ def _from_snapshot(view: View, snap: Snapshot, now: float) -> View:
     if same and view.logs and lines:
         # a reconnect to the same supervisor: keep older lines that the snapshot no longer has
         lines = tuple(line for line in view.logs if line.seq < lines[0].seq) + lines
+    lost = not same and view.is_running and snap.state.phase == "stopped"
+    gone = snap.state.phase != "stopped"
     return View(
+        lost_spec=None if gone else view.spec if lost else view.lost_spec,
+        lost_at=(view.down_at or now) if lost else view.lost_at,
         link="live",
         epoch=snap.epoch,
         seq=snap.seq,
@@ -227,6 +236,7 @@ def _fold_event(view: View, event: Event, logs: list[LogLine], now: float) -> Vi
                 profile=None if ended else view.profile,
                 refused=None,
                 refused_spec=None,
+                lost_spec=view.lost_spec if state.phase == "stopped" else None,
             )
         case Stats() as stats:
             return replace(

@@ -6,6 +6,7 @@ and wrapped in `Content`, which Textual never parses.
 """
 
 import re
+import textwrap
 from collections.abc import Mapping
 
 from textual.content import Content
@@ -92,6 +93,13 @@ def fit(text: object, cells: int, *, tail: bool = False) -> str:
             break
         kept.append(char)
     return ELLIPSIS + "".join(reversed(kept)) if tail else "".join(kept) + ELLIPSIS
+
+
+def hang(text: str, cells: int, indent: int) -> str:
+    """Printable text on lines of `cells` columns, those after the first indented."""
+    if cells <= indent + 8:
+        return text
+    return "\n".join(textwrap.wrap(text, cells, subsequent_indent=" " * indent)) or text
 
 
 def pad(text: str, cells: int, *, right: bool = False) -> str:

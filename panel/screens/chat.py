@@ -104,7 +104,13 @@ class ChatScreen(AreaScreen):
         self.draw_turns()
         self.query_one("#chat-context", Words).update(self._gauge(view))
         note = "enter sends   alt+enter new line   esc leaves the field, then 1-7 and letters act"
-        if not view.is_serving:
+        if self.panel.chat_is_answering():
+            note = "esc leaves the field, then 1-7 and letters act; esc again stops the answer"
+            if not self.query_one(Prompt).has_focus:
+                note = "esc stops the answer   1-7 go elsewhere, the answer goes on   i writes"
+        elif not self.query_one(Prompt).has_focus:
+            note = "1-7 and letters act   i or enter goes back to the field"
+        elif not view.is_serving:
             note = "no server is ready: 3 shows how it is (esc leaves this field first)"
         self.query_one("#chat-note", Words).update(Content(note))
 
@@ -184,12 +190,13 @@ class ChatScreen(AreaScreen):
             prompt.clear()
 
     def action_stop(self) -> None:
-        """Stop the answer; without one, leave the text field."""
+        """Leave the text field; outside it, stop the answer."""
         desk = self.panel.desk
-        if desk is not None and desk.answering:
-            desk.stop()
-        else:
+        if self.query_one(Prompt).has_focus:
             self.query_one("#chat-turns").focus()
+            self.show(self.panel.view, self.panel.clock())
+        elif desk is not None and desk.answering:
+            desk.stop()
 
     def action_new(self) -> None:
         """A new conversation."""

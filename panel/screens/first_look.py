@@ -11,7 +11,7 @@ from veloxquant.panel import bindings, units
 from veloxquant.panel.ports import Check
 from veloxquant.panel.screens.area import AreaScreen
 from veloxquant.panel.state import View
-from veloxquant.panel.text import clean
+from veloxquant.panel.text import clean, hang
 from veloxquant.panel.theme import GLYPHS
 from veloxquant.panel.widgets.words import Words
 
@@ -22,18 +22,17 @@ _MARKS = {
 }
 
 
-def check_lines(checks: list[Check] | None) -> Content:
-    """One line a check, with the next step below those that are not well."""
+def check_lines(checks: list[Check] | None, cells: int = 0) -> Content:
+    """A check a line, indented where it needs more, with the next step below the unwell."""
     if checks is None:
         return Content.styled("looking at this machine ...", "$muted")
     lines = []
     for check in checks:
         mark, style = _MARKS[check.status]
-        lines.append(
-            Content.assemble((f"{mark} ", style), (f"{check.status:<5}", style), clean(check.text))
-        )
+        text = hang(clean(check.text), cells - 7, 0).replace("\n", "\n       ")
+        lines.append(Content.assemble((f"{mark} ", style), (f"{check.status:<5}", style), text))
         if check.hint and check.status != "ok":
-            lines.append(Content.styled(f"        {clean(check.hint)}", "$muted"))
+            lines.append(Content.styled(hang(f"       {clean(check.hint)}", cells, 7), "$muted"))
     return Content("\n").join(lines)
 
 
@@ -62,7 +61,10 @@ class FirstLook(AreaScreen):
         """Redraw from what the app knows."""
         super().show(view, now)
         panel = self.panel
-        self.query_one("#checks", Words).update(check_lines(panel.checks))
+        # a port that a server of ours has is only known as ours once the supervisor answered
+        checks = None if view.link == "connecting" else panel.checks
+        box = self.query_one("#checks", Words)
+        box.update(check_lines(checks, box.size.width))
         self.query_one("#proposal", Words).update(self._proposal())
         took = f" Checks took {panel.checks_took:.1f} s." if panel.checks is not None else ""
         self.query_one("#privacy", Words).update(
@@ -77,6 +79,8 @@ class FirstLook(AreaScreen):
         panel = self.panel
         if panel.fetching is not None:
             return panel.fetching.content()
+        if panel.view.link == "connecting":
+            return Content.styled("looking for a running server ...", "$muted")
         if panel.models is None:
             return Content.styled("looking for models ...", "$muted")
         found = panel.proposal
@@ -110,7 +114,8 @@ class FirstLook(AreaScreen):
         """Keys that would do nothing now are not shown."""
         panel = self.panel
         if action == "start":
-            return panel.proposal is not None and panel.fetching is None
+            known = panel.view.link != "connecting"
+            return known and panel.proposal is not None and panel.fetching is None
         if action == "demo":
             return panel.models is not None and not panel.models and panel.fetching is None
         return True

@@ -15,7 +15,7 @@ from veloxquant.panel.proposal import spec_for
 from veloxquant.panel.screens.area import AreaScreen
 from veloxquant.panel.screens.dialogs import AskNumber, AskText
 from veloxquant.panel.state import View
-from veloxquant.panel.text import clean, settings_words
+from veloxquant.panel.text import clean, fit, hang, settings_words
 from veloxquant.panel.widgets.fit_bars import FitBars
 from veloxquant.panel.widgets.longest import LongestPane
 from veloxquant.panel.widgets.table import Column, PickTable, Row
@@ -53,6 +53,8 @@ class FitScreen(AreaScreen):
         self.problem: CommandFailed | None = None
         self.context = 8_192
         self.rows_at_once = 1
+        self._batch_chosen = False
+        self._width = 0
         self.show_planned = False
         self.options: dict[str, dict[str, Any]] = {}
         self._model = ""
@@ -97,6 +99,11 @@ class FitScreen(AreaScreen):
         if not self.panel.picked and self.panel.proposal is not None:
             self.panel.picked = self.panel.proposal.model
         self._check_model()
+        width = self.query_one("#fit-about").size.width
+        if width != self._width:
+            self._width = width
+            self._line()
+            self._about()
 
     def load(self) -> None:
         """Compute the table in a thread."""
@@ -149,19 +156,31 @@ class FitScreen(AreaScreen):
 
     def _line(self) -> None:
         model, report = self.panel.picked, self.report
-        name = clean(model.name, 60) if model else "no model"
+        cells = (self.size.width or 80) - 2
         parts: list[tuple[str, str]] = [
-            (name, "bold"),
             ("   context ", "$muted"), (f"< {self.context:,} >", "bold $primary"),
-            ("   batch ", "$muted"), (f"{self.rows_at_once}", "bold"),
+            ("   for ", "$muted"), (f"{self.rows_at_once}", "bold"),
+            (self._admitted(), "$muted"),
         ]  # fmt: skip
         if report is not None:
-            parts += [("   room ", "$muted"), (units.size(report.room), "bold")]
+            # narrow windows read the room above the bars
+            if cells >= 105:
+                parts += [("   room ", "$muted"), (units.size(report.room), "bold")]
             if report.native_context and self.context > report.native_context:
-                parts.append((f"   above the trained {report.native_context:,}", "$state-warn"))
+                parts.append((f"   above trained {report.native_context:,}", "$state-warn"))
             elif report.native_context:
-                parts.append((f"   trained for {report.native_context:,}", "$muted"))
+                parts.append((f"   trained {report.native_context:,}", "$muted"))
+        left = cells - sum(len(text) for text, _ in parts)
+        name = fit(clean(model.name, 60).split("/")[-1] if model else "no model", max(8, left))
+        parts.insert(0, (name, "bold"))
         self.query_one("#fit-line", Words).update(Content.assemble(*parts))
+
+    def _admitted(self) -> str:
+        """How many conversations the server takes at once, where the table is for fewer."""
+        most = self.panel.template.batch
+        if self._batch_chosen or most <= self.rows_at_once:
+            return " at once"
+        return f"; up to {most} at once"
 
     def _row(self, row: FitItem) -> Row:
         fits = ("yes", "$state-ready") if row.fits else ("no", "$state-failed")
@@ -206,7 +225,9 @@ class FitScreen(AreaScreen):
         parts += self._figures(row, report)
         if row.note:
             parts.append((f"\n{clean(row.note, 400)}", "$state-warn" if not row.fits else "$muted"))
-        parts.append((f"\nroom {clean(report.room_note, 300)}", "$muted"))
+        if self.has_class("-wide") or self.has_class("-huge"):
+            room = f"room {clean(report.room_note, 300)}"
+            parts.append(("\n" + hang(room, about.size.width, 5), "$muted"))
         parts += [(f"\n{clean(note, 300)}", "$muted") for note in report.notes]
         about.update(Content.assemble(*parts))
 
@@ -295,6 +316,7 @@ class FitScreen(AreaScreen):
         """The next batch size."""
         at = _BATCHES.index(self.rows_at_once) if self.rows_at_once in _BATCHES else -1
         self.rows_at_once = _BATCHES[(at + 1) % len(_BATCHES)]
+        self._batch_chosen = True
         self.load()
 
     def action_why(self) -> None:
@@ -323,7 +345,7 @@ class FitScreen(AreaScreen):
             return
         spec = spec_for(report.model, row.method, self.context, self.panel.template)
         spec = msgspec.structs.replace(spec, options=self.options.get(row.method, {}))
-        if self.rows_at_once > 1:
+        if self._batch_chosen:
             spec = msgspec.structs.replace(spec, batch=self.rows_at_once)
         if row.fits:
             self.panel.start(spec)

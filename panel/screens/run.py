@@ -1,5 +1,6 @@
 """The server: starting, running, or why it does not run and what can be done."""
 
+import time
 from typing import ClassVar
 
 from textual import on
@@ -13,10 +14,11 @@ from textual.widgets.option_list import Option
 from veloxquant.panel import bindings, units
 from veloxquant.panel.report import report_of
 from veloxquant.panel.screens.area import AreaScreen
-from veloxquant.panel.state import View, freshness
+from veloxquant.panel.state import View, freshness, model_name
 from veloxquant.panel.steps import Step, next_steps
 from veloxquant.panel.text import clean
 from veloxquant.panel.theme import GLYPHS
+from veloxquant.panel.widgets.clock import wall_clock
 from veloxquant.panel.widgets.gauge import MemoryPane
 from veloxquant.panel.widgets.layers import LayerPane
 from veloxquant.panel.widgets.log_pane import LogPane
@@ -162,12 +164,17 @@ class RunScreen(AreaScreen):
         if view.link == "connecting":
             return Content.styled("connecting to the supervisor ...", "$muted")
         found = self.panel.proposal
-        last = view.spec
+        last = view.spec or view.lost_spec
         parts: list[tuple[str, str]] = [("No server is running.\n\n", "bold")]
+        if view.lost_spec is not None:
+            at = wall_clock(time.time() - (self.panel.clock() - view.lost_at))[:5]
+            said = f"The server was lost when its supervisor ended at {at}; r starts it again.\n\n"
+            parts = [(said, "bold $state-warn")]
         if last is not None:
+            name = model_name(last.name or last.model)
             parts += [
                 ("r ", "bold $primary"),
-                (f"start again: {view.model_name} with {clean(last.method, 40)}\n", ""),
+                (f"start again: {name} with {clean(last.method, 40)}\n", ""),
             ]
         elif found is not None:
             parts += [
@@ -253,7 +260,7 @@ class RunScreen(AreaScreen):
         if view.is_running:
             self.panel.restart()
             return
-        spec = view.refused_spec or view.spec
+        spec = view.refused_spec or view.spec or view.lost_spec
         if spec is None and self.panel.proposal is not None:
             spec = self.panel.proposal.spec
         if spec is not None:

@@ -33,6 +33,8 @@ def state_words(view: View, now: float) -> tuple[str, str]:
         return "not connected", "$state-failed"
     if view.refused is not None and not view.is_running:
         return "NOT STARTED", "$state-failed"
+    if view.lost_spec is not None and view.server.phase == "stopped":
+        return "server lost", "$state-warn"
     word, style = _WORDS[view.server.phase]
     if view.server.phase in ("starting", "loading"):
         word = f"{word} {units.clock(now - view.phase_at)}"
@@ -167,7 +169,7 @@ class KeyBar(Widget):
         parts: list[tuple[str, str]] = [(" ", "")]
         for key in found:
             name = name_of(key.keys)
-            need = len(name) + len(key.label) + 4
+            need = len(name) + len(key.label) + 3
             if need > room:
                 break
             room -= need

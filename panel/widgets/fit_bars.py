@@ -50,10 +50,10 @@ class FitBars(Pane):
         return max(4, 2 * len(ready) + 1)
 
     def watch_report(self, report: FitReport | None) -> None:
-        """Name the context in the title."""
+        """Name the context and the room in the title, which every size shows."""
         at = f"MEMORY AT {report.context:,} TOKENS" if report else "MEMORY"
-        self.border_title = Content(at)
-        self.border_subtitle = Content(f"room now {units.size(report.room)}" if report else "")
+        room = f"  room now {units.size(report.room)}" if report else ""
+        self.border_title = Content.assemble(at, (room, "$muted"))
 
     def lines(self, view: View, cells: int, rows: int) -> list[Content]:  # noqa: ARG002
         """A bar a method, then what the glyphs mean."""

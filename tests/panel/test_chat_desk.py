@@ -49,6 +49,10 @@ async def test_escape_stops_and_retry_asks_again(make_app, settled, until, text_
             await ready_to_type(pilot, until, app)
             await pilot.press(*"hi", "enter")
             await until(pilot, lambda: "Hello" in text_of(app))
+            assert "esc again stops the answer" in text_of(app)
+            await pilot.press("escape")
+            await until(pilot, lambda: "esc stops the answer" in text_of(app))
+            assert app.chat_is_answering(), "leaving the field stops nothing"
             await pilot.press("escape")
             await until(pilot, lambda: "stopped by you" in text_of(app))
             server.go.set()

@@ -6,6 +6,9 @@ import pytest
 from textual.widgets import Input, OptionList
 
 from veloxquant.panel.ports import CommandFailed
+from veloxquant.panel.state import LinkNews
+from veloxquant.panel.widgets.line_log import LineLog
+from veloxquant.panel.widgets.pane import Pane
 from veloxquant.panel.widgets.table import PickTable
 from veloxquant.supervisor.messages import LaunchSpec, Progress, StageReport, State
 
@@ -361,3 +364,89 @@ async def test_no_colour_still_says_everything(make_app, settled, until, monkeyp
         shown = text_of(app)
         assert "READY" in shown
         assert "[3 Run]" in shown
+
+
+async def test_news_that_shows_nothing_new_draws_nothing(make_app, settled, until, text_of):
+    app = make_app(*fakes.serving(5))
+    async with app.run_test(size=(160, 50)) as pilot:
+        await settled(pilot)
+        await until(pilot, lambda: "gap +4% ok" in text_of(app), "the gauges")
+        stats = app.view.stats
+        for _ in range(3):  # the layout comes to rest, and history has its point
+            app.fake_control.send(stats, t=9_000.0)
+            await pilot.pause(0.2)
+        drawn = []
+        for pane in app.screen.query(Pane):
+            pane.render = lambda pane=pane: drawn.append(pane) or type(pane).render(pane)
+        app.fake_control.send(msgspec.structs.replace(stats, engine_step=77_777), t=9_000.1)
+        await until(pilot, lambda: app.view.stats.engine_step == 77_777)
+        await pilot.pause()
+        assert not drawn
+        app.fake_control.send(msgspec.structs.replace(stats, footprint=7 << 30), t=9_000.2)
+        await until(pilot, lambda: "7.00 GiB" in text_of(app), "the new footprint")
+        assert {type(pane).__name__ for pane in drawn} == {"MemoryPane"}
+
+
+async def test_before_the_supervisor_answers_no_start_is_offered(make_app, until, text_of):
+    app = make_app(control=fakes.FakeControl())
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.checks is not None, "the checks")
+        await until(pilot, lambda: "looking for a running server" in text_of(app))
+        assert "port 8000" not in text_of(app)
+        assert "start it" not in text_of(app)
+        app.fake_control.queue.put_nowait(fakes.snapshot())
+        await until(pilot, lambda: "start it" in text_of(app))
+        await until(pilot, lambda: "port 8000 is taken" in text_of(app))
+
+
+async def test_a_server_lost_with_its_supervisor_is_said(make_app, settled, until, text_of):
+    app = make_app(*fakes.serving(5))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await until(pilot, lambda: app.current_mode == "run")
+        reborn = msgspec.structs.replace(fakes.snapshot(), epoch="another")
+        for news in (LinkNews(False, "gone"), LinkNews(True), reborn):
+            app.fake_control.queue.put_nowait(news)
+        await until(pilot, lambda: "lost when its supervisor ended at" in text_of(app))
+        await pilot.press("r")
+        await until(pilot, lambda: app.fake_control.commands, "the start")
+        assert started(app).model == fakes.SPEC.model
+
+
+async def test_the_shown_batch_is_started_once_it_was_chosen(make_app, settled, until, text_of):
+    app = make_app()
+    most = LaunchSpec(model="").batch
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("p", "enter")
+        await until(pilot, lambda: f"for 1; up to {most} at once" in text_of(app))
+        await until(pilot, lambda: "trained" in text_of(app) or "MEMORY AT" in text_of(app))
+        assert " c type" in text_of(app)
+        assert " b batch" in text_of(app)
+        assert " v all" in text_of(app)
+        await pilot.press("b")
+        await until(pilot, lambda: "for 2 at once" in text_of(app))
+        await until(pilot, lambda: app.screen.report and app.screen.report.batch == 2)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.fake_control.commands, "the start")
+        assert started(app).batch == 2
+
+
+async def test_an_empty_log_names_the_key_and_writes_nothing(
+    make_app, settled, until, text_of, home
+):
+    app = make_app(*fakes.serving(5))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(pilot)
+        await pilot.press("5")
+        await until(pilot, lambda: app.current_mode == "logs" and app.screen.query(LineLog))
+        app.screen.query_one(Input).value = "nothing says this"
+        await until(pilot, lambda: "esc clears it" in text_of(app))
+        await pilot.press("e")
+        await until(pilot, lambda: [n for n in app._notifications if "nothing was" in n.message])
+        assert not list(home.rglob("log-*.txt"))
+        app.screen.query_one(Input).value = ""
+        quiet = fakes.snapshot(fakes.READY, seq=9_999, logs=fakes.logs(1))
+        app.fake_control.queue.put_nowait(msgspec.structs.replace(quiet, epoch="another"))
+        app.screen.query_one(LineLog).level = "error"
+        await until(pilot, lambda: "v changes the level" in text_of(app))

@@ -111,3 +111,19 @@ def test_started_without_a_terminal_it_leaves_with_a_sentence():
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "vq up" in done.stderr
+
+
+def test_the_look_keeps_its_origin(monkeypatch):
+    from veloxquant.config.settings import load_settings
+    from veloxquant.panel import __main__, theme
+
+    for name in ("_VELOXQUANT_THEME", "_VELOXQUANT_ASCII", "TEXTUAL_ANIMATIONS"):
+        monkeypatch.setenv(name, "")
+    for name in ("VELOXQUANT_LOOK_THEME", "VELOXQUANT_LOOK_ASCII"):
+        monkeypatch.delenv(name, raising=False)
+    __main__._apply_look()
+    assert load_settings().origin("look.theme") == "default"
+    assert load_settings().origin("look.ascii") == "default"
+    monkeypatch.setenv("VELOXQUANT_LOOK_ASCII", "1")
+    __main__._apply_look()
+    assert theme.glyphs() is theme.PLAIN

@@ -15,6 +15,7 @@ from veloxquant.panel.state import (
     model_name,
 )
 from veloxquant.supervisor.messages import (
+    Event,
     Fault,
     Gap,
     LaunchSpec,
@@ -185,3 +186,19 @@ def test_model_name(path, name):
 def test_base_url_brackets_ipv6():
     view = View(server=State(phase="ready", spec=LaunchSpec(model="m", host="::1"), port=9))
     assert view.base_url == "http://[::1]:9/v1"
+
+
+def test_a_server_lost_with_its_supervisor_is_remembered_until_another_starts():
+    view = fold(View(), [fakes.snapshot(fakes.READY)], 10.0)
+    view = fold(view, [LinkNews(False, "gone")], 20.0)
+    reborn = msgspec.structs.replace(fakes.snapshot(), epoch="another")
+    view = fold(view, [LinkNews(False, "still"), LinkNews(True), reborn], 25.0)
+    assert (view.lost_spec, view.lost_at) == (fakes.READY.spec, 20.0)
+    starting = Event(seq=reborn.seq + 1, t=1.0, epoch="another", body=State(phase="starting"))
+    assert fold(view, [starting], 26.0).lost_spec is None
+
+
+def test_nothing_is_lost_where_nothing_ran():
+    view = fold(View(), [fakes.snapshot()], 10.0)
+    reborn = msgspec.structs.replace(fakes.snapshot(), epoch="another")
+    assert fold(view, [LinkNews(False), reborn], 25.0).lost_spec is None
