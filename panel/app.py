@@ -112,7 +112,8 @@ class PanelApp(Operate, Scout, App[int]):
         (40, "-tall"),
     ]
 
-    view: reactive[View] = reactive(View, init=False)
+    # the screens decide what to draw: a new view alone would draw everything again
+    view: reactive[View] = reactive(View, init=False, repaint=False)
 
     def __init__(
         self,
