@@ -89,7 +89,7 @@ class Guard:
             return True
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(
-            given.strip().encode(), self._token
+            given.strip().encode(errors="surrogateescape"), self._token
         )
 
     def _refusal(self, request: web.Request) -> web.Response | None:

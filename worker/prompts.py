@@ -16,6 +16,32 @@ from veloxquant.worker.schemas import (
 _FREE_KWARGS = frozenset({"enable_thinking", "thinking", "reasoning_effort", "documents"})
 
 
+CHARS_A_TOKEN = 64
+"""More characters than tokens of real text ever average; bounds what is tokenised at all."""
+
+
+def require_short(request: ChatRequest | CompletionRequest, context: int) -> None:
+    """Refuse text that cannot fit before tokenising it, which would hold up every other prompt.
+
+    Raises:
+        BadRequestError: with code `context_length_exceeded`.
+    """
+    if isinstance(request, ChatRequest):
+        chars = sum(len(_text(message)) for message in request.messages)
+        where = "messages"
+    else:
+        prompts = request.prompt if isinstance(request.prompt, list) else [request.prompt]
+        chars = sum(len(item) if isinstance(item, str) else 1 for item in prompts)
+        where = "prompt"
+    if chars > context * CHARS_A_TOKEN:
+        raise BadRequestError(
+            f"The prompt has {chars:,} characters; this server's context is {context:,} tokens. "
+            f"Shorten it, or start with a longer context.",
+            where,
+            "context_length_exceeded",
+        )
+
+
 def chat_tokens(tokenizer: Any, request: ChatRequest) -> list[int]:
     """The conversation through the model's own template, ready for the answer.
 
@@ -36,7 +62,7 @@ def chat_tokens(tokenizer: Any, request: ChatRequest) -> list[int]:
         tokens = tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=True, tokenize=True, **extras
         )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise BadRequestError(
             f"The model's chat template refuses these messages: {error}", "messages"
         ) from error

@@ -174,6 +174,7 @@ class Api:
     async def _job(self, asked: AnyRequest, serving: Serving, emit: Callable[[Delta], None]) -> Job:
         loop = asyncio.get_running_loop()
         tokenizer = serving.tokenizer
+        prompts.require_short(asked, serving.context)
         is_chat = isinstance(asked, ChatRequest)
         if isinstance(asked, ChatRequest):
             work = loop.run_in_executor(self._prompts, prompts.chat_tokens, tokenizer, asked)

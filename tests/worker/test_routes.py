@@ -84,6 +84,7 @@ async def test_prompts_come_in_four_forms(client: TestClient, prompt: Any) -> No
         (TEXT, {"prompt": [1, 2, 10**9]}, 400, None, "prompt"),
         (TEXT, {"prompt": [-1]}, 400, None, "prompt"),
         (TEXT, {"prompt": [5] * 600}, 400, "context_length_exceeded", "prompt"),
+        (TEXT, {"prompt": "word " * 20_000}, 400, "context_length_exceeded", "prompt"),
         (TEXT, {"prompt": "a", "model": "other"}, 404, "model_not_found", "model"),
         (TEXT, {"prompt": "a", "model": "../../x"}, 404, "model_not_found", "model"),
         (TEXT, {}, 400, None, None),
