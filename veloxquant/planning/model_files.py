@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from veloxquant.planning.mlx_models import CODE_KEYS, refusal
@@ -39,13 +40,19 @@ def read_json(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
         ModelFilesError: when it is missing, too large, not JSON, or not an object.
     """
     try:
-        if path.stat().st_size > limit:
-            raise ModelFilesError(f"{path.name} is larger than {limit >> 20} MiB")
-        value = json.loads(path.read_bytes())
+        about = path.stat()
+        # A pipe would be waited on for ever.
+        raw = path.read_bytes() if S_ISREG(about.st_mode) and about.st_size <= limit else None
     except FileNotFoundError as error:
         raise ModelFilesError(f"has no {path.name}") from error
     except OSError as error:
         raise ModelFilesError(f"{path.name} cannot be read: {error.strerror}") from error
+    if not S_ISREG(about.st_mode):
+        raise ModelFilesError(f"{path.name} is not a regular file")
+    if raw is None:
+        raise ModelFilesError(f"{path.name} is larger than {limit >> 20} MiB")
+    try:
+        value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise ModelFilesError(f"{path.name} is not valid JSON") from error
     if not isinstance(value, dict):
