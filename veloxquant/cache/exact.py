@@ -14,7 +14,6 @@ from veloxquant.cache.plans import COMPUTE_ITEMSIZE, SCORE_BYTES
 from veloxquant.cache.store import Store
 from veloxquant.cache.view import CacheView
 from veloxquant.core.exceptions import CacheStateError
-from veloxquant.quantizers.base import compute_dtype
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.sizes import WINDOW_STEP, LayerShape, PlainSpec
 
@@ -56,7 +55,7 @@ class ExactRows(LayerCache):
             CacheStateError: when the cache moved on since the view was made.
         """
         pairs = queries.shape[0] * queries.shape[1] * queries.shape[2] * self.rows
-        on_cpu = compute_dtype(mx.bfloat16) == mx.float32
+        on_cpu = mx.default_device() == mx.cpu
         too_wide = on_cpu and pairs * COMPUTE_ITEMSIZE > SCORE_BYTES
         if too_wide or len(self.runs()[0]) != 1:
             return super().attend(queries, view, scale, mask, sinks, owner=owner)
