@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -30,7 +30,8 @@ class _Run(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int32), ("bits", ctypes.c_int32), ("group", ctypes.c_int32),
         ("type", ctypes.c_int32), ("start", ctypes.c_int32), ("stop", ctypes.c_int32),
-        ("width", ctypes.c_int32), ("capacity", ctypes.c_int32),
+        ("width", ctypes.c_int32), ("capacity", ctypes.c_int32), ("dim", ctypes.c_int32),
+        ("add", ctypes.c_int32),
         ("data", _PTR), ("scale", _PTR), ("bias", _PTR), ("levels", _PTR),
         ("data_batch", ctypes.c_int64), ("data_head", ctypes.c_int64), ("data_row", ctypes.c_int64),
         ("scale_batch", ctypes.c_int64), ("scale_head", ctypes.c_int64),
@@ -45,7 +46,7 @@ class _Call(ctypes.Structure):
         ("keys", ctypes.POINTER(_Run)), ("values", ctypes.POINTER(_Run)),
         ("n_keys", ctypes.c_int32), ("n_values", ctypes.c_int32), ("batch", ctypes.c_int32),
         ("heads", ctypes.c_int32), ("rows", ctypes.c_int32), ("length", ctypes.c_int32),
-        ("k_dim", ctypes.c_int32), ("v_dim", ctypes.c_int32), ("tokens", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
         ("causal", ctypes.c_int32), ("sinks", _PTR), ("mask", _PTR),
         ("mask_batch", ctypes.c_int64), ("part", ctypes.c_int32),
         ("parts", ctypes.c_int32), ("failed", ctypes.c_int32),
@@ -62,11 +63,24 @@ class _Rows(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Basis(Protocol):
+    """A linear map between the model's channels and those that a run is coded in."""
+
+    def rotate_query(self, q: mx.array) -> mx.array:
+        """Queries (B, H, M, D) so that products with coded rows are those with the rows."""
+        ...
+
+    def unrotate(self, x: mx.array) -> mx.array:
+        """Sums of coded rows (B, H, M, dim) as sums of rows (B, H, M, D)."""
+        ...
+
+
 class NativeRun(NamedTuple):
     """A run of tokens as the kernel reads it: arrays with their token axis at capacity.
 
-    `scale` holds scales or norms, `bias` biases, `levels` a codebook's table. `basis` names the
-    rotation that queries and outputs of this run are in, None for the model's own.
+    `scale` holds scales or norms, `bias` biases, `levels` a codebook's table. `basis` is the map
+    that queries and outputs of this run are in, None for the model's own; `dim` counts its channels
+    where they are not the head's.
     """
 
     kind: int
@@ -79,7 +93,8 @@ class NativeRun(NamedTuple):
     scale: mx.array | None = None
     bias: mx.array | None = None
     levels: np.ndarray | None = None
-    basis: object | None = None
+    basis: Basis | None = None
+    dim: int | None = None
 
 
 def table(levels: Sequence[float], scale: float) -> np.ndarray:
@@ -166,24 +181,28 @@ def attend(
     values: Sequence[NativeRun],
     outs: Sequence[np.ndarray],
     *,
+    tokens: int,
     length: int,
     causal: bool,
     sinks: np.ndarray | None,
     mask: np.ndarray | None,
     threads: int,
+    added: frozenset[int] = frozenset(),
 ) -> None:
     """Attention of one layer and step, from packed arrays that are evaluated already.
 
     Args:
-        queries: one (B, H, M, Dk) fp32 array a key run, in that run's basis, scaled.
+        queries: one (B, H, M, dim) fp32 array a key run, in that run's basis, scaled.
         keys: key runs in token order.
         values: value runs in token order.
-        outs: one (B, H, M, Dv) fp32 array a value run; runs that share an array add into it.
+        outs: one (B, H, M, dim) fp32 array a value run; runs that share an array add into it.
+        tokens: tokens in all.
         length: queries of the step; M is a multiple of it.
         causal: hide newer tokens from each query.
         sinks: (H, M) fp32 logits that join the denominator only, or None.
         mask: (B or 1, length, tokens) fp32 added to the scores, or None.
         threads: most threads to use.
+        added: identities of runs that cover the tokens of the run before them and add to it.
 
     Raises:
         RuntimeError: when the kernel refuses the shape or memory runs out.
@@ -193,17 +212,16 @@ def attend(
     keep: list[np.ndarray] = []
     key_runs = (_Run * len(keys))(*(_describe(r, keep) for r in keys))
     value_runs = (_Run * len(values))(*(_describe(r, keep) for r in values))
-    for struct, q in zip(key_runs, queries, strict=True):
-        struct.q = q.ctypes.data
-    for struct, out in zip(value_runs, outs, strict=True):
-        struct.out = out.ctypes.data
-    batch, heads, rows, k_dim = queries[0].shape
+    for struct, q, run in zip(key_runs, queries, keys, strict=True):
+        struct.q, struct.dim, struct.add = q.ctypes.data, q.shape[-1], int(id(run) in added)
+    for struct, out, run in zip(value_runs, outs, values, strict=True):
+        struct.out, struct.dim, struct.add = out.ctypes.data, out.shape[-1], int(id(run) in added)
+    batch, heads, rows, _ = queries[0].shape
     call = _Call()
     call.keys, call.values = key_runs, value_runs
     call.n_keys, call.n_values = len(keys), len(values)
     call.batch, call.heads, call.rows, call.length = batch, heads, rows, length
-    call.k_dim, call.v_dim = k_dim, outs[0].shape[-1]
-    call.tokens = sum(r.stop - r.start for r in keys)
+    call.tokens = tokens
     call.causal = int(causal)
     call.sinks = None if sinks is None else sinks.ctypes.data
     if mask is not None:

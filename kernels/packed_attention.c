@@ -36,13 +36,15 @@ typedef struct {
     int32_t start, stop;             /* tokens of the buffer that count */
     int32_t width;                   /* channels stored, padding included */
     int32_t capacity;                /* AFFINE_CHANNEL: tokens that the buffer has room for */
+    int32_t dim;                     /* channels of this run's queries or sums */
+    int32_t add;                     /* the same tokens as the run before: a part that adds up */
     const void *data;                /* rows, or packed words */
     const void *scale, *bias;        /* scales or norms, biases */
     const float *levels;             /* CODEBOOK: 2^bits levels, then POLYNOMIAL_BITS' coefficients */
     int64_t data_batch, data_head, data_row;
     int64_t scale_batch, scale_head, scale_row;
-    const float *q; /* keys: (batch, heads, rows, k_dim) in this run's basis, scale applied */
-    float *out;     /* values: (batch, heads, rows, v_dim) in this run's basis, added to */
+    const float *q; /* keys: (batch, heads, rows, dim) in this run's basis, scale applied */
+    float *out;     /* values: (batch, heads, rows, dim) in this run's basis, added to */
 } vq_run;
 
 typedef struct {
@@ -50,7 +52,6 @@ typedef struct {
     int32_t n_keys, n_values;
     int32_t batch, heads, rows; /* rows: query rows of one KV head, repeat * length */
     int32_t length;             /* queries of the step; causal among the newest tokens */
-    int32_t k_dim, v_dim;
     int32_t tokens;             /* tokens in all runs */
     int32_t causal;
     const float *sinks;         /* (heads, rows) or NULL */
@@ -282,7 +283,8 @@ INLINE void token_row(const vq_run *r, int b, int h, int t, float *restrict out)
 
 /* Token-major formats: unpack a token, then one dot product for each query row. */
 INLINE void scores_by_token(const vq_run *r, int b, int h, const float *restrict q, int rows,
-                            int dim, float *restrict scores, int64_t stride) {
+                            float *restrict scores, int64_t stride) {
+    const int dim = r->dim;
     float row[MAX_DIM], query[MAX_ROWS][MAX_DIM];
     for (int i = 0; i < rows; i++)
         for (int p = 0; p < r->width; p++) {
@@ -292,9 +294,9 @@ INLINE void scores_by_token(const vq_run *r, int b, int h, const float *restrict
     for (int t = r->start; t < r->stop; t++) {
         token_row(r, b, h, t, row);
         for (int i = 0; i < rows; i++) {
-            float sum = 0.0f;
+            float sum = 0.0f, *score = scores + i * stride + (t - r->start);
             for (int p = 0; p < r->width; p++) sum += query[i][p] * row[p];
-            scores[i * stride + (t - r->start)] = sum;
+            *score = r->add ? *score + sum : sum;
         }
     }
 }
@@ -322,7 +324,8 @@ INLINE int block_size(const vq_run *r, int t) {
 }
 
 INLINE void scores_by_channel(const vq_run *r, int b, int h, const float *restrict q, int rows,
-                              int dim, float *restrict scores, int64_t stride) {
+                              float *restrict scores, int64_t stride) {
+    const int dim = r->dim;
     float acc[MAX_ROWS][BLOCK];
     int64_t data = b * r->data_batch + h * r->data_head;
     int64_t scale = b * r->scale_batch + h * r->scale_head;
@@ -336,8 +339,10 @@ INLINE void scores_by_channel(const vq_run *r, int b, int h, const float *restri
         for (int p = 0; p < size; p++) {
             int token = channel_of(p, words, r->bits);
             if (token < n)
-                for (int i = 0; i < rows; i++)
-                    scores[i * stride + (t - r->start) + token] = acc[i][p];
+                for (int i = 0; i < rows; i++) {
+                    float *score = scores + i * stride + (t - r->start) + token;
+                    *score = r->add ? *score + acc[i][p] : acc[i][p];
+                }
         }
     }
 }
@@ -345,7 +350,8 @@ INLINE void scores_by_channel(const vq_run *r, int b, int h, const float *restri
 /* ---- values: weighted sums of one head ------------------------------------------------ */
 
 INLINE void mix_by_token(const vq_run *r, int b, int h, const float *restrict w, int64_t stride,
-                         int rows, int dim, float *restrict out) {
+                         int rows, float *restrict out) {
+    const int dim = r->dim;
     float row[4][MAX_DIM], sum[MAX_ROWS][MAX_DIM];
     for (int i = 0; i < rows; i++) memset(sum[i], 0, sizeof(float) * r->width);
     int t = r->start;
@@ -409,15 +415,16 @@ INLINE void soften(float *restrict scores, int64_t n, const float *sink) {
 
 CLONES static void attend_head(const vq_call *c, int b, int h, float *restrict scores) {
     int64_t stride = c->tokens, head = (int64_t)b * c->heads + h;
-    int64_t at = 0;
+    int64_t at = 0, next = 0;
     for (int k = 0; k < c->n_keys; k++) {
         const vq_run *r = &c->keys[k];
-        const float *q = r->q + head * c->rows * c->k_dim;
+        const float *q = r->q + head * c->rows * r->dim;
+        if (!r->add) at = next;
         if (r->kind == AFFINE_CHANNEL)
-            scores_by_channel(r, b, h, q, c->rows, c->k_dim, scores + at, stride);
+            scores_by_channel(r, b, h, q, c->rows, scores + at, stride);
         else
-            scores_by_token(r, b, h, q, c->rows, c->k_dim, scores + at, stride);
-        at += r->stop - r->start;
+            scores_by_token(r, b, h, q, c->rows, scores + at, stride);
+        next = at + r->stop - r->start;
     }
     for (int i = 0; i < c->rows; i++) {
         float *row = scores + i * stride;
@@ -431,12 +438,12 @@ CLONES static void attend_head(const vq_call *c, int b, int h, float *restrict s
         }
         soften(row, c->tokens, c->sinks ? c->sinks + h * c->rows + i : NULL);
     }
-    at = 0;
+    at = next = 0;
     for (int v = 0; v < c->n_values; v++) {
         const vq_run *r = &c->values[v];
-        float *out = r->out + head * c->rows * c->v_dim;
-        mix_by_token(r, b, h, scores + at, stride, c->rows, c->v_dim, out);
-        at += r->stop - r->start;
+        if (!r->add) at = next;
+        mix_by_token(r, b, h, scores + at, stride, c->rows, r->out + head * c->rows * r->dim);
+        next = at + r->stop - r->start;
     }
 }
 
@@ -462,7 +469,8 @@ int vq_attend(const vq_call *call, int threads) {
     if (call->rows < 1 || call->rows > MAX_ROWS || call->tokens < 1 || call->length < 1) return 1;
     for (int k = 0; k < call->n_keys + call->n_values; k++) {
         const vq_run *r = k < call->n_keys ? &call->keys[k] : &call->values[k - call->n_keys];
-        if (r->width < 1 || r->width > MAX_DIM) return 1;
+        if (r->width < 1 || r->width > MAX_DIM || r->dim > MAX_DIM) return 1;
+        if (r->add && (k == 0 || k == call->n_keys)) return 1;
         if (r->kind == AFFINE_CHANNEL && (k >= call->n_keys || !is_whole(r))) return 1;
         if (r->kind == CODEBOOK && (r->bits < 1 || r->bits > 6)) return 1;
     }

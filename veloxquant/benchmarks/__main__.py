@@ -1,4 +1,4 @@
-"""Run benchmarks: `python -P -m veloxquant.benchmarks [quality] [speed] [worker] [pool]`."""
+"""Run benchmarks: `python -P -m veloxquant.benchmarks [PART ...]`, all parts when none is given."""
 
 import argparse
 import json
@@ -26,6 +26,12 @@ def _speed(quick: bool) -> Any:
     return speed.run(quick=quick, report=_say)
 
 
+def _prefill(quick: bool) -> Any:
+    from veloxquant.benchmarks import prefill
+
+    return prefill.run(quick=quick, report=_say)
+
+
 def _worker(quick: bool) -> Any:
     from veloxquant.benchmarks import serving
 
@@ -44,9 +50,17 @@ def _pool(quick: bool) -> Any:
 PARTS: dict[str, Callable[[bool], Any]] = {
     "pool": _pool,
     "speed": _speed,
+    "prefill": _prefill,
     "worker": _worker,
     "quality": _quality,
 }
+
+
+def _sentence(check: dict[str, Any]) -> str:
+    """What was asked and what was reached."""
+    if "asked" not in check:
+        return check["name"]
+    return f"{check['name']}: {check['asked']}; reached {check['reached']:.2f}"
 
 
 def _missed(results: dict[str, Any]) -> list[str]:
@@ -56,7 +70,7 @@ def _missed(results: dict[str, Any]) -> list[str]:
         checks = [] if name == "pool" else [
             *result.get("targets", []), *result.get("verdicts", []), *result.get("growth", [])
         ]  # fmt: skip
-        out += [f"{name}: {c['name']}" for c in checks if not c["holds"]]
+        out += [f"{name}: {_sentence(c)}" for c in checks if not c["holds"]]
     return out
 
 

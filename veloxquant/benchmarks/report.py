@@ -70,11 +70,11 @@ def speed(result: dict[str, Any]) -> str:
         ],
     )  # fmt: skip
     targets = _table(
-        ("shape", "cache", "against", "at most", "reached", "holds"),
+        ("shape", "T", "cache", "against", "at most", "reached", "holds"),
         [
             (
-                t["heads"], t["name"], t["against"], f"{t['ratio']:.2f}", f"{t['reached']:.2f}",
-                _holds(t["holds"]),
+                t["heads"], str(t["tokens"]), t["name"], t["against"], f"{t['ratio']:.2f}",
+                f"{t['reached']:.2f}", _holds(t["holds"]),
             )
             for t in result["targets"]
         ],
@@ -97,24 +97,57 @@ def speed(result: dict[str, Any]) -> str:
     return text
 
 
-def serving(result: dict[str, Any]) -> str:
-    """Decode of the whole model."""
+def _asked(targets: Sequence[dict[str, Any]]) -> str:
+    """Targets that say in words what they ask."""
+    return _table(
+        ("what", "asked", "reached", "holds"),
+        [(t["name"], t["asked"], f"{t['reached']:.2f}", _holds(t["holds"])) for t in targets],
+    )
+
+
+def prefill(result: dict[str, Any]) -> str:
+    """Attention of prompts over packed history, and the encoders."""
     rows = _table(
-        ("cache", "tokens a second", "of fp16", "by processor time", "MiB"),
+        ("prompt", "history", "shape", "cache", "ms", "of dense", "of mlx-lm 4 bit"),
         [
             (
-                r["name"], f"{r['tokens_per_second']:.2f}", f"{r['wall']:.2f}",
-                f"{r['processor']:.2f}", f"{r['nbytes'] / 2**20:.2f}",
+                str(r["prompt"]), str(r["history"]), r["heads"], r["name"],
+                f"{r['milliseconds']:.1f}", f"{r['of_dense']:.2f}", f"{r['of_stock']:.2f}",
             )
             for r in result["rows"]
         ],
     )  # fmt: skip
-    targets = "\n".join(
-        f"{t['name']}: {t['reached']:.2f} of fp16, at least {t['ratio']:.2f} wanted: "
-        f"{'holds' if t['holds'] else '**does not hold**'}."
-        for t in result["targets"]
+    _, heads, tokens, dim = result["shape"]
+    encoders = _table(
+        ("format", "ms", "by the clock that counts, ms"),
+        [(e["name"], f"{e['milliseconds']:.2f}", f"{e['judged']:.2f}") for e in result["encoders"]],
     )
-    return f"{rows}\n\n{targets}"
+    return (
+        f"One layer takes a chunk of a prompt, interleaved: writes it and attends causally to "
+        f"everything. Ratios are medians by processor time on a CPU.\n\n{rows}\n\n"
+        f"Encoders, {tokens} tokens x {heads} heads, D={dim}:\n\n{encoders}\n\n"
+        f"Targets, by processor time on a CPU:\n\n{_asked(result['targets'])}"
+    )
+
+
+def serving(result: dict[str, Any]) -> str:
+    """Decode of the whole model."""
+    rows = _table(
+        ("T", "cache", "tokens a second", "of fp16", "by processor time", "all steps", "MiB"),
+        [
+            (
+                str(r["context"]), r["name"], f"{r['tokens_per_second']:.2f}", f"{r['wall']:.2f}",
+                f"{r['processor']:.2f}", f"{r['total']:.2f}", f"{r['nbytes'] / 2**20:.2f}",
+            )
+            for r in result["rows"]
+        ],
+    )  # fmt: skip
+    return (
+        f"One token a turn for every cache, interleaved. Ratios of tokens a second to `fp16`: "
+        f"medians by wall and by processor time, and of all processor time. mlx-lm's 4-bit cache "
+        f"cannot join a batch and runs alone through `generate_step`.\n\n{rows}\n\n"
+        f"Targets, by processor time on a CPU:\n\n{_asked(result['targets'])}"
+    )
 
 
 def pool(result: list[dict[str, Any]]) -> str:
@@ -128,6 +161,7 @@ def pool(result: list[dict[str, Any]]) -> str:
 TITLES = {
     "quality": ("Quality", quality),
     "speed": ("Decode attention of one layer", speed),
+    "prefill": ("Prompt attention and encoders", prefill),
     "worker": ("Decode of the whole model", serving),
     "pool": ("Block pool", pool),
 }

@@ -1,30 +1,32 @@
-"""Decode speed of a whole model through mlx-lm's continuous batching, as the worker runs it.
+"""Decode speed of a whole model with each cache, in one process.
 
-One generator for each method holds one row of a long context. They take turns in blocks of steps,
-each block timed until its last step is computed, so that what else the machine does hits all alike.
-The context is made of random keys and values: time does not depend on what is in them.
+Every contender decodes one sequence of a long context, all take turns step by step, and a turn ends
+when its step is computed; `clock.py` says how time is taken. Ours run through mlx-lm's continuous
+batching, as in the worker, and so does mlx-lm's plain cache. Its 4-bit cache cannot join a batch
+and runs through `generate_step`, as mlx-lm itself runs it. The context is made of random keys and
+values: time does not depend on what is in them.
 """
 
 import importlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
+from veloxquant.benchmarks.clock import Stopwatch, in_turns, median_ratio
 from veloxquant.benchmarks.demo import load
 from veloxquant.benchmarks.rivals import held_bytes
 from veloxquant.cache.builder import new_caches, plan_model
 from veloxquant.cache.probe import ModelPlan, native_caches
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
 
-CONTEXT = 4096
+CONTEXTS = (1024, 4096)
 FILL_CHUNK = 512
-BLOCK = 8
-TARGET = ("kivi 4 bit", 0.8)
-"""Tokens a second that kivi at 4 bits must reach, as a share of the uncompressed cache's."""
+WARM_UP = 3
+NATIVE = "mlx-lm plain"
+STOCK = "mlx-lm 4 bit g32"
 
 METHODS: dict[str, tuple[str, int]] = {
     BASELINE: (BASELINE, 16),
@@ -35,6 +37,23 @@ METHODS: dict[str, tuple[str, int]] = {
     "snapkv 512": ("snapkv", 2),
     "streaming_llm 516": ("streaming_llm", 2),
 }
+PACKED = tuple(name for name in METHODS if name.endswith("bit"))
+
+
+@dataclass(frozen=True)
+class Target:
+    """Packed methods must decode at least `ratio` times as fast as `against`."""
+
+    context: int
+    against: str
+    ratio: float
+
+
+TARGETS = (
+    Target(4096, BASELINE, 0.95),
+    Target(1024, STOCK, 1.25),
+    Target(4096, STOCK, 1.5),
+)
 
 
 @contextmanager
@@ -49,13 +68,21 @@ def _wired_limit_untouched() -> Iterator[None]:
         module.maybe_set_recommended_wired_limit = original
 
 
-def _filled(plan: ModelPlan, name: str, context: int) -> list[Any]:
-    """Caches of one row that hold `context` random tokens."""
+def _empty(plan: ModelPlan, name: str) -> list[Any]:
+    """Fresh caches of one sequence."""
+    from mlx_lm.models.cache import QuantizedKVCache
+
+    if name == NATIVE:
+        return native_caches(plan.model)
+    if name == STOCK:
+        return [QuantizedKVCache(group_size=32, bits=4) for _ in native_caches(plan.model)]
     method, bits = METHODS[name]
-    if method == BASELINE:
-        caches = native_caches(plan.model)
-    else:
-        caches = new_caches(plan, KVCacheConfig(method=method, bit_width_inlier=bits))
+    return new_caches(plan, KVCacheConfig(method=method, bit_width_inlier=bits))
+
+
+def _filled(plan: ModelPlan, name: str, context: int) -> list[Any]:
+    """Caches of one sequence that hold `context` random tokens."""
+    caches = _empty(plan, name)
     for cache, shape in zip(caches, plan.shapes(), strict=True):
         for start in range(0, context, FILL_CHUNK):
             n = min(FILL_CHUNK, context - start)
@@ -67,31 +94,26 @@ def _filled(plan: ModelPlan, name: str, context: int) -> list[Any]:
     return caches
 
 
-class Runner:
-    """One row that decodes, and the times of its blocks of steps."""
+class Batched(Stopwatch):
+    """One sequence in a batch of its own, decoded as the worker does."""
 
     def __init__(self, plan: ModelPlan, name: str, context: int) -> None:
         from mlx_lm.generate import BatchGenerator
 
-        self.name = name
-        self.seconds: list[float] = []
-        self.processor: list[float] = []
+        super().__init__(name)
         with _wired_limit_untouched():
             self._generator = BatchGenerator(plan.model, completion_batch_size=1)
         caches = _filled(plan, name, context)
         self._generator.insert([[1]], max_tokens=[1 << 20], caches=[caches])
-        self.block(2)
-        self.seconds.clear()
-        self.processor.clear()
 
-    def block(self, steps: int) -> None:
-        """Time `steps` steps; the step that runs ahead is waited for, so none is counted twice."""
-        start, busy = time.perf_counter(), time.process_time()
-        for _ in range(steps):
-            self._generator.next()
+    def step(self) -> None:
+        """Decode a token; the step that runs ahead is waited for, so none is counted twice."""
+        self._generator.next()
         mx.synchronize(self._generator.stream)
-        self.seconds.append((time.perf_counter() - start) / steps)
-        self.processor.append((time.process_time() - busy) / steps)
+
+    def close(self) -> None:
+        """Give the generator's resources back."""
+        self._generator.close()
 
     @property
     def nbytes(self) -> int:
@@ -102,63 +124,129 @@ class Runner:
         return held
 
 
+class Single(Stopwatch):
+    """One sequence without a batch, decoded by mlx-lm's `generate_step`."""
+
+    def __init__(self, plan: ModelPlan, name: str, context: int) -> None:
+        module: Any = importlib.import_module("mlx_lm.generate")
+        super().__init__(name)
+        self._caches = _filled(plan, name, context)
+        self._stream = module.generation_stream
+        self._tokens = module.generate_step(
+            mx.array([1]), plan.model, max_tokens=-1, prompt_cache=self._caches
+        )
+
+    def step(self) -> None:
+        """Decode a token; the step that runs ahead is waited for, so none is counted twice."""
+        next(self._tokens)
+        mx.synchronize(self._stream)
+
+    def close(self) -> None:
+        """End the generator."""
+        self._tokens.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, floats counted as 16 bits."""
+        return sum(held_bytes(cache) for cache in self._caches)
+
+
+Runner = Batched | Single
+
+
+def decode(plan: ModelPlan, context: int, names: Sequence[str], steps: int) -> list[Runner]:
+    """Decode `steps` tokens with every contender in turns, after a few that do not count."""
+    mx.random.seed(0)
+    runners = [(Single if name == STOCK else Batched)(plan, name, context) for name in names]
+    for order in in_turns(runners, WARM_UP + steps):
+        for runner in order:
+            runner.time(runner.step)
+    for runner in runners:
+        runner.forget(WARM_UP)
+    return runners
+
+
+def rows_of(context: int, runners: Sequence[Runner]) -> list[dict[str, Any]]:
+    """The contenders as lines, with ratios of tokens a second to `fp16`."""
+    plain = next(runner for runner in runners if runner.name == BASELINE)
+    return [
+        {
+            "context": context,
+            "name": runner.name,
+            "tokens_per_second": 1e3 / runner.milliseconds,
+            "wall": median_ratio(plain.seconds, runner.seconds),
+            "processor": median_ratio(plain.processor, runner.processor),
+            "total": sum(plain.processor) / sum(runner.processor),
+            "nbytes": runner.nbytes,
+        }
+        for runner in runners
+    ]
+
+
+def targets_of(context: int, runners: Sequence[Runner]) -> list[dict[str, Any]]:
+    """What must hold with `context` tokens, with the ratios reached."""
+    by_name = {runner.name: runner for runner in runners}
+    out = []
+    for target in TARGETS:
+        if target.context != context or target.against not in by_name:
+            continue
+        for name in PACKED:
+            if name in by_name:
+                reached = median_ratio(by_name[target.against].judged, by_name[name].judged)
+                out.append(
+                    {
+                        "context": context,
+                        "name": name,
+                        "against": target.against,
+                        "ratio": target.ratio,
+                        "reached": reached,
+                        "holds": reached >= target.ratio,
+                        "asked": f"at least {target.ratio:.2f} times the tokens a second of "
+                        f"{target.against}, T={context}",
+                    }
+                )
+    return out
+
+
 def run(
     *,
     quick: bool = False,
-    names: Sequence[str] = tuple(METHODS),
+    names: Sequence[str] = (NATIVE, STOCK, *METHODS),
+    contexts: Sequence[int] = CONTEXTS,
+    steps: int = 32,
     report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Decode with every method in turns; plain data, ratios of tokens a second to `fp16`.
+    """Decode with every contender in turns at every length; plain data.
 
     Args:
-        quick: fewer blocks.
-        names: methods of `METHODS`; `fp16` is always measured.
-        report: gets one line for each method.
+        quick: the shortest context and few steps.
+        names: of `METHODS`, `NATIVE` or `STOCK`; `fp16` is always measured.
+        contexts: tokens held before the first step.
+        steps: tokens decoded by each.
+        report: gets one line for each contender.
 
     Raises:
         ModelMissingError: when the demo model is not there.
     """
     model, _ = load()
     plan = plan_model(model, KVCacheConfig(method="kivi"))
-    mx.random.seed(0)
     wanted = [BASELINE, *(name for name in names if name != BASELINE)]
-    runners = [Runner(plan, name, CONTEXT) for name in wanted]
-    for turn in range(3 if quick else 8):
-        first = turn % len(runners)
-        for runner in (*runners[first:], *runners[:first]):
-            runner.block(BLOCK)
-    dense = runners[0]
-    rows = [
-        {
-            "name": runner.name,
-            "tokens_per_second": 1 / float(np.median(runner.seconds)),
-            "wall": _ratio(dense.seconds, runner.seconds),
-            "processor": _ratio(dense.processor, runner.processor),
-            "nbytes": runner.nbytes,
-        }
-        for runner in runners
-    ]
-    for row in rows:
-        report(line(row))
-    name, least = TARGET
-    clock = "processor" if mx.default_device() == mx.Device(mx.cpu) else "wall"
-    reached = next((row[clock] for row in rows if row["name"] == name), None)
-    targets = []
-    if reached is not None:
-        targets.append(
-            {"name": name, "ratio": least, "reached": reached, "holds": reached >= least}
-        )
-    return {"context": CONTEXT, "rows": rows, "targets": targets}
-
-
-def _ratio(dense: Sequence[float], times: Sequence[float]) -> float:
-    return float(np.median(np.array(dense) / np.array(times)))
+    rows, targets = [], []
+    for context in contexts[:1] if quick else contexts:
+        runners = decode(plan, context, wanted, 6 if quick else steps)
+        for row in rows_of(context, runners):
+            rows.append(row)
+            report(line(row))
+        targets += targets_of(context, runners)
+        for runner in runners:
+            runner.close()
+    return {"rows": rows, "targets": targets}
 
 
 def line(row: dict[str, Any]) -> str:
     """One line for a terminal."""
     return (
-        f"T={CONTEXT} {row['name']:<22} {row['tokens_per_second']:7.2f} tok/s  "
-        f"x{row['wall']:.2f} by wall, x{row['processor']:.2f} by processor time  "
-        f"{row['nbytes'] / 2**20:7.2f} MiB"
+        f"T={row['context']:<5} {row['name']:<22} {row['tokens_per_second']:7.2f} tok/s  "
+        f"x{row['wall']:.2f} by wall, x{row['processor']:.2f} by processor time, "
+        f"x{row['total']:.2f} in all  {row['nbytes'] / 2**20:7.2f} MiB"
     )

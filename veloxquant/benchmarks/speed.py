@@ -1,23 +1,18 @@
 """Time of one decode step of one attention layer: ours, the dense cache, mlx-lm's 4-bit cache.
 
-Every contender holds T tokens and takes a new token in turn, in an order that moves on with each
-step, so that whatever else the machine does hits all alike. A step is what a model does in a layer:
-write the token, attend to everything. fp32 on both sides on a CPU.
-
-Two clocks are read: the wall's, and the processor time of this process, which does not count what
-other programs took. With one BLAS thread both agree on a quiet CPU, so targets are judged by
-processor time there; on a GPU, where that means nothing, by the wall's.
+Every contender holds T tokens and takes a new token in turn; `clock.py` says how time is taken. A
+step is what a model does in a layer: write the token, attend to everything. fp32 on both sides on a
+CPU.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
+from veloxquant.benchmarks.clock import Stopwatch, in_turns, median_ratio
 from veloxquant.benchmarks.rivals import held_bytes
 from veloxquant.cache.builder import build_layer
 from veloxquant.cache.context import LayerContext
@@ -59,15 +54,6 @@ class Target:
     ratio: float
 
 
-TARGETS = (
-    Target(LARGE, "kivi 4 bit", DENSE, 1.0),
-    Target(SMALL, "kivi 4 bit", DENSE, 1.7),
-    Target(LARGE, "kivi 2 bit", DENSE, 1.8),
-    Target(SMALL, "kivi 2 bit", DENSE, 2.8),
-    Target(LARGE, "kivi 4 bit", STOCK, 0.8),
-    Target(SMALL, "kivi 4 bit", STOCK, 0.8),
-)
-
 CONFIGS = {
     "kivi 4 bit": ("kivi", 4),
     "kivi 2 bit": ("kivi", 2),
@@ -77,6 +63,18 @@ CONFIGS = {
     "snapkv 512": ("snapkv", 2),
     "streaming_llm 516": ("streaming_llm", 2),
 }
+PACKED = tuple(name for name in CONFIGS if name.endswith("bit"))
+"""Those that keep every token, so that the kernel must read T of them."""
+
+LENGTHS = (4096, 8192)
+"""Tokens held at which the targets must hold."""
+
+TARGETS = tuple(
+    Target(heads, name, against, most)
+    for heads, of_dense in ((LARGE, 0.7), (SMALL, 0.9))
+    for against, most in ((DENSE, of_dense), (STOCK, 1 / 3))
+    for name in PACKED
+)
 
 
 def make_cache(name: str, heads: Heads) -> Any:
@@ -93,15 +91,13 @@ def make_cache(name: str, heads: Heads) -> Any:
     return build_layer(KVCacheConfig(method=method, bit_width_inlier=bits), shape, context)
 
 
-class Lane:
+class Lane(Stopwatch):
     """One contender: its cache and the times of its steps."""
 
     def __init__(self, name: str, heads: Heads) -> None:
-        self.name = name
+        super().__init__(name)
         self.cache = make_cache(name, heads)
         self.scale = heads.dim**-0.5
-        self.seconds: list[float] = []
-        self.processor: list[float] = []
 
     def attend(self, q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         """Write tokens and attend, as a model does."""
@@ -115,21 +111,15 @@ class Lane:
             q, keys, values, cache=self.cache, scale=self.scale, mask=mask
         )
 
-    @property
-    def judged(self) -> list[float]:
-        """Times by the clock that counts here."""
-        on_cpu = mx.default_device() == mx.Device(mx.cpu)
-        return self.processor if on_cpu else self.seconds
-
     def step(self, q: mx.array, k: mx.array, v: mx.array) -> None:
-        """One timed decode step."""
-        start, busy = time.perf_counter(), time.process_time()
-        mx.eval(self.attend(q, k, v))
-        self.seconds.append(time.perf_counter() - start)
-        self.processor.append(time.process_time() - busy)
+        """One timed step."""
+        own = mx.array(q)  # mlx-lm scales the queries of its quantized cache in place
+        mx.eval(own)
+        self.time(lambda: mx.eval(self.attend(own, k, v)))
 
 
-def _tokens(heads: Heads, n: int) -> tuple[mx.array, mx.array, mx.array]:
+def random_tokens(heads: Heads, n: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries, keys and values of `n` tokens, (1, heads, n, D), evaluated."""
     q = mx.random.normal((1, heads.n_q, n, heads.dim))
     k, v = (mx.random.normal((1, heads.n_kv, n, heads.dim)) for _ in range(2))
     mx.eval(q, k, v)
@@ -139,24 +129,23 @@ def _tokens(heads: Heads, n: int) -> tuple[mx.array, mx.array, mx.array]:
 def fill(lanes: Sequence[Lane], heads: Heads, tokens: int) -> None:
     """Put the same `tokens` random tokens into every lane's cache."""
     for start in range(0, tokens - OBSERVED, FILL_CHUNK):
-        _, k, v = _tokens(heads, min(FILL_CHUNK, tokens - OBSERVED - start))
+        _, k, v = random_tokens(heads, min(FILL_CHUNK, tokens - OBSERVED - start))
         for lane in lanes:
             lane.cache.update_and_fetch(k, v)
             mx.eval(lane.cache.state)
-    q, k, v = _tokens(heads, OBSERVED)
+    q, k, v = random_tokens(heads, OBSERVED)
     for lane in lanes:
         mx.eval(lane.attend(q, k, v))
 
 
 def take_turns(lanes: Sequence[Lane], heads: Heads, steps: int) -> None:
     """Time `steps` steps of every lane after a few that do not count."""
-    for step in range(WARM_UP + steps):
-        q, k, v = _tokens(heads, 1)
-        first = step % len(lanes)
-        for lane in (*lanes[first:], *lanes[:first]):
+    for order in in_turns(lanes, WARM_UP + steps):
+        q, k, v = random_tokens(heads, 1)
+        for lane in order:
             lane.step(q, k, v)
     for lane in lanes:
-        del lane.seconds[:WARM_UP], lane.processor[:WARM_UP]
+        lane.forget(WARM_UP)
 
 
 def race(heads: Heads, tokens: int, names: Sequence[str], steps: int) -> list[Lane]:
@@ -170,11 +159,7 @@ def race(heads: Heads, tokens: int, names: Sequence[str], steps: int) -> list[La
 
 def ratio(lane: Lane, against: Lane) -> float:
     """Median over steps of a lane's times divided by those of another, by the clock that counts."""
-    return _median_ratio(lane.judged, against.judged)
-
-
-def _median_ratio(times: Sequence[float], against: Sequence[float]) -> float:
-    return float(np.median(np.array(times) / np.array(against)))
+    return median_ratio(lane.judged, against.judged)
 
 
 @dataclass(frozen=True)
@@ -210,9 +195,9 @@ def rows_of(heads: Heads, tokens: int, lanes: Sequence[Lane]) -> list[Row]:
             heads=str(heads),
             tokens=tokens,
             name=lane.name,
-            milliseconds=1e3 * float(np.median(lane.seconds)),
-            wall=_median_ratio(lane.seconds, dense.seconds),
-            processor=_median_ratio(lane.processor, dense.processor),
+            milliseconds=lane.milliseconds,
+            wall=median_ratio(lane.seconds, dense.seconds),
+            processor=median_ratio(lane.processor, dense.processor),
             total=sum(lane.processor) / sum(dense.processor),
             nbytes=held_bytes(lane.cache),
         )
@@ -220,16 +205,24 @@ def rows_of(heads: Heads, tokens: int, lanes: Sequence[Lane]) -> list[Row]:
     ]
 
 
-def targets_of(heads: Heads, lanes: Sequence[Lane]) -> list[dict[str, Any]]:
-    """What this shape must hold, with the ratios reached."""
+def targets_of(heads: Heads, tokens: int, lanes: Sequence[Lane]) -> list[dict[str, Any]]:
+    """What this shape must hold with `tokens` tokens, with the ratios reached."""
     by_name = {lane.name: lane for lane in lanes}
     out = []
     for target in TARGETS:
         if target.heads != heads or not {target.name, target.against} <= by_name.keys():
             continue
         reached = ratio(by_name[target.name], by_name[target.against])
-        line = asdict(target) | {"heads": str(heads), "reached": reached}
-        out.append(line | {"holds": reached <= target.ratio})
+        out.append(
+            asdict(target)
+            | {
+                "heads": str(heads),
+                "tokens": tokens,
+                "reached": reached,
+                "holds": reached <= target.ratio,
+                "asked": f"at most {target.ratio:.2f} of {target.against}, {heads}, T={tokens}",
+            }
+        )
     return out
 
 
@@ -250,7 +243,7 @@ def growth(heads: Heads, names: Sequence[str], steps: int) -> list[dict[str, Any
     take_turns([lane for group in lanes.values() for lane in group], heads, steps)
     out = []
     for name, group in lanes.items():
-        ms = [1e3 * float(np.median(lane.judged)) for lane in group]
+        ms = [lane.judged_milliseconds for lane in group]
         holds = ms[-1] <= ms[0] * GROWTH[-1] / GROWTH[0] * GROWTH_SLACK
         out.append(
             {"heads": str(heads), "name": name, "tokens": list(GROWTH), "milliseconds": ms,
@@ -260,21 +253,22 @@ def growth(heads: Heads, names: Sequence[str], steps: int) -> list[dict[str, Any
 
 
 def run(*, quick: bool = False, report: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Race all contenders at T=4,096 in both shapes, then a few at growing T; plain data.
+    """Race all contenders at every length in both shapes, then a few at growing T; plain data.
 
     Args:
-        quick: fewer steps, one shape, no growth.
+        quick: fewer steps, one shape and length, no growth.
         report: gets one line for each contender.
     """
     names = (DENSE, STOCK, *CONFIGS)
     steps = 15 if quick else 64
     rows, targets = [], []
     for heads in (SMALL,) if quick else (LARGE, SMALL):
-        lanes = race(heads, 4096, names, steps)
-        for row in rows_of(heads, 4096, lanes):
-            rows.append(asdict(row))
-            report(line(row))
-        targets += targets_of(heads, lanes)
+        for tokens in LENGTHS[:1] if quick else LENGTHS:
+            lanes = race(heads, tokens, names, steps)
+            for row in rows_of(heads, tokens, lanes):
+                rows.append(asdict(row))
+                report(line(row))
+            targets += targets_of(heads, tokens, lanes)
     grown = []
     if not quick:
         grown = growth(SMALL, (DENSE, *list(CONFIGS)[:3], "turboquant_rvq 4 bit"), 32)

@@ -14,7 +14,7 @@ from veloxquant.cache.native_step import attend_native
 from veloxquant.cache.plans import SCORE_BYTES, TILE_TOKENS
 from veloxquant.kernels import dispatch
 from veloxquant.kernels.native import PLAIN, NativeRun
-from veloxquant.quantizers.base import compute_dtype
+from veloxquant.quantizers.base import NativeParts, compute_dtype
 
 PACKED_ROWS = 16
 """Query rows of one KV head up to which packed products beat decoding a tile (measured on CPU)."""
@@ -40,7 +40,7 @@ class Run(Protocol):
         """Rows (B, H, stop - start, D)."""
         ...
 
-    def native(self) -> NativeRun | None:
+    def native(self) -> NativeParts | None:
         """The tokens for the compiled kernel; None if it lacks the form."""
         ...
 

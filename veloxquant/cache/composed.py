@@ -8,18 +8,29 @@ from veloxquant.cache.layer import LayerCache
 from veloxquant.cache.plans import LayerPlan
 from veloxquant.cache.store import Store
 from veloxquant.cache.stream import Stream
-from veloxquant.quantizers.sizes import LayerShape, PlainSpec
+from veloxquant.quantizers.base import Codec
+from veloxquant.quantizers.sizes import LayerShape
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 
 class ComposedCache(LayerCache):
-    """Keys and values in `[sinks][body][window]` each, by the plan of the method."""
+    """Keys and values in `[sinks][body][window]` each, by the plan of the method.
 
-    def __init__(self, plan: LayerPlan, shape: LayerShape, method: str) -> None:
+    `codecs` replaces those that the plan names, for constants of this layer alone.
+    """
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        shape: LayerShape,
+        method: str,
+        codecs: tuple[Codec | None, Codec | None] = (None, None),
+    ) -> None:
         super().__init__()
         self.method = method
         self.plan = plan
-        self.keys_stream = Stream(plan.keys, shape.k_dim)
-        self.values_stream = Stream(plan.values, shape.v_dim)
+        self.keys_stream = Stream(plan.keys, shape.k_dim, codecs[0])
+        self.values_stream = Stream(plan.values, shape.v_dim, codecs[1])
 
     def streams(self) -> tuple[Sequence[Store], Sequence[Store]]:
         """Sinks, body and window of keys and of values."""

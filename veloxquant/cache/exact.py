@@ -15,7 +15,8 @@ from veloxquant.cache.store import Store
 from veloxquant.cache.view import CacheView
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import WINDOW_STEP, LayerShape, PlainSpec
+from veloxquant.quantizers.sizes import WINDOW_STEP, LayerShape
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 
 class ExactRows(LayerCache):

@@ -27,16 +27,15 @@ def attend_native(
     The kernel reads the buffers where they are, so everything is evaluated first: on the CPU this
     costs a synchronisation a layer and saves more than it costs.
     """
-    key_runs = [run.native() for run in keys]
-    value_runs = [run.native() for run in values]
-    runs: list[NativeRun] = [r for r in (*key_runs, *value_runs) if r is not None]
-    if len(runs) < len(key_runs) + len(value_runs):
+    key_parts, value_parts = _parts(keys), _parts(values)
+    if key_parts is None or value_parts is None:
         return None
+    key_runs, value_runs = [r for p in key_parts for r in p], [r for p in value_parts for r in p]
+    runs = (*key_runs, *value_runs)
     turned: dict[int, mx.array] = {}
     for run in key_runs:
-        assert run is not None
         if id(run.basis) not in turned:
-            turned[id(run.basis)] = q if run.basis is None else run.basis.rotate_query(q)  # type: ignore[attr-defined]
+            turned[id(run.basis)] = q if run.basis is None else run.basis.rotate_query(q)
     turned = {key: mx.contiguous(a) for key, a in turned.items()}
     arrays = [a for r in runs for a in (r.data, r.scale, r.bias) if a is not None]
     edge = None if sinks is None else mx.contiguous(sinks[0, :, :, 0])
@@ -46,28 +45,42 @@ def attend_native(
     batch, heads, rows, _ = q.shape
     outs: dict[int, np.ndarray] = {}
     for run in value_runs:
-        assert run is not None
-        outs.setdefault(id(run.basis), np.zeros((batch, heads, rows, v_dim), dtype=np.float32))
+        shape = (batch, heads, rows, run.dim or v_dim)
+        if id(run.basis) not in outs:
+            outs[id(run.basis)] = np.zeros(shape, dtype=np.float32)
     elements = sum((r.stop - r.start) * r.width for r in runs) * batch * heads
     native.attend(
-        [queries[id(r.basis)] for r in key_runs if r is not None],
-        [r for r in key_runs if r is not None],
-        [r for r in value_runs if r is not None],
-        [outs[id(r.basis)] for r in value_runs if r is not None],
+        [queries[id(r.basis)] for r in key_runs],
+        key_runs,
+        value_runs,
+        [outs[id(r.basis)] for r in value_runs],
+        tokens=sum(part[0].stop - part[0].start for part in key_parts),
         length=length,
         causal=mask == "causal" if isinstance(mask, str) else False,
         sinks=None if edge is None else np.asarray(edge),
         mask=None if added is None else np.asarray(added),
         threads=dispatch.threads(elements),
+        added=frozenset(id(r) for part in (*key_parts, *value_parts) for r in part[1:]),
     )
     total: mx.array | None = None
-    bases = {id(r.basis): r.basis for r in value_runs if r is not None}
+    bases = {id(r.basis): r.basis for r in value_runs}
     for key, out in outs.items():
-        part = mx.array(out)
-        if bases[key] is not None:
-            part = bases[key].unrotate(part)  # type: ignore[attr-defined]
+        part, basis = mx.array(out), bases[key]
+        if basis is not None:
+            part = basis.unrotate(part)
         total = part if total is None else total + part
     return total
+
+
+def _parts(runs: Sequence[Any]) -> list[tuple[NativeRun, ...]] | None:
+    """Each run's parts, the first of which stands for its tokens; None if one has no such form."""
+    out: list[tuple[NativeRun, ...]] = []
+    for run in runs:
+        form = run.native()
+        if form is None:
+            return None
+        out.append((form,) if isinstance(form, NativeRun) else form)
+    return out
 
 
 def _added(mask: mx.array, length: int) -> mx.array:

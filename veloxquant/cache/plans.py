@@ -16,9 +16,9 @@ from veloxquant.quantizers.sizes import (
     CodecSpec,
     Held,
     LayerShape,
-    PlainSpec,
     store_bytes,
 )
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 PREFILL_CHUNK = 512
 """Prompt tokens per step that `Held.peak` assumes."""
@@ -69,6 +69,21 @@ class Trailing:
     def frontier(self, tokens: int) -> int:
         """Tokens older than the window, in whole steps."""
         return max(0, tokens - self.keep) // self.step * self.step
+
+
+@dataclass(frozen=True)
+class After:
+    """Nothing goes into the body before `first` tokens came; then `then` decides.
+
+    For codecs that are fitted to the first tokens.
+    """
+
+    first: int
+    then: Schedule
+
+    def frontier(self, tokens: int) -> int:
+        """None at first, later what the other schedule says."""
+        return self.then.frontier(tokens) if tokens >= self.first else 0
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,26 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import cast
 
 import mlx.core as mx
 
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.kernels import dispatch
 from veloxquant.kernels.native import PLAIN, NativeRun, decode
-from veloxquant.quantizers.base import Codec, Packed, TokenAxis
+from veloxquant.quantizers.base import Codec, FittedCodec, NativeParts, Packed, TokenAxis
 from veloxquant.quantizers.sizes import round_up
 
 
 @lru_cache(maxsize=256)
 def _sample(codec: Codec, dtype: mx.Dtype) -> Packed:
-    """The arrays of one block, for their names, types and sizes."""
-    return codec.encode(mx.zeros((1, 1, codec.spec.block, codec.dim), dtype=dtype))
+    """The arrays of one block and the constants, for their names, types and sizes."""
+    spec = codec.spec
+    rows = mx.zeros((1, 1, max(spec.block, spec.fit_tokens), codec.dim), dtype=dtype)
+    if not spec.fit_tokens:
+        return codec.encode(rows)
+    fitted = (codec := cast(FittedCodec, codec)).fit(rows)
+    return {**codec.encode_fitted(rows[:, :, : spec.block], fitted), **fitted}
 
 
 def _cut(a: mx.array, axis: int, start: int, stop: int) -> mx.array:
@@ -39,6 +45,7 @@ class Store:
         self._start = 0
         self._stop = 0
         self._arrays: Packed = {}
+        self._fitted: Packed = {}
 
     @property
     def length(self) -> int:
@@ -50,11 +57,12 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, growth steps included."""
-        return sum(a.nbytes for a in self._arrays.values())
+        return sum(a.nbytes for a in self.arrays())
 
     def arrays(self) -> Iterator[mx.array]:
         """Every buffer held."""
         yield from self._arrays.values()
+        yield from self._fitted.values()
 
     # ---- writing ------------------------------------------------------------------------
 
@@ -65,7 +73,17 @@ class Store:
             return
         block = self.codec.spec.block
         assert n % block == 0, f"{n} tokens do not fill blocks of {block}"
-        self._put(self.codec.encode(x), n)
+        self._put(self._encode(x), n)
+
+    def _encode(self, x: mx.array) -> Packed:
+        count = self.codec.spec.fit_tokens
+        if not count:
+            return self.codec.encode(x)
+        codec = cast(FittedCodec, self.codec)
+        if not self._fitted:
+            assert x.shape[2] >= count, f"{x.shape[2]} first tokens, fitting takes {count}"
+            self._fitted = {n: mx.contiguous(a) for n, a in codec.fit(x[:, :, :count]).items()}
+        return codec.encode_fitted(x, self._fitted)
 
     def _put(self, packed: Packed, n: int) -> None:
         end = self._stop + n
@@ -99,7 +117,7 @@ class Store:
 
     def clear(self) -> None:
         """Forget every token and release the buffers."""
-        self._arrays = {}
+        self._arrays, self._fitted = {}, {}
         self._start = self._stop = self.capacity = 0
 
     def replace(self, x: mx.array) -> None:
@@ -158,15 +176,17 @@ class Store:
             name: mx.take_along_axis(a, index[..., None], axis=2)
             for name, a in self._arrays.items()
         }
+        fitted = self._fitted
         self.clear()
         if n:
+            self._fitted = fitted
             self._put(picked, n)
 
     # ---- reading ------------------------------------------------------------------------
 
     def scores(self, q: mx.array) -> mx.array:
         """Products of queries (B, H, M, D) with the tokens held: (B, H, M, length)."""
-        out = self.codec.scores(q, self._arrays)
+        out = self.codec.scores(q, self._packed())
         return out if self.capacity == self.length else out[..., self._start : self._stop]
 
     def mix(self, w: mx.array) -> mx.array:
@@ -174,11 +194,15 @@ class Store:
         if self.capacity != self.length:
             room = (self._start, self.capacity - self._stop)
             w = mx.pad(w, [(0, 0)] * (w.ndim - 1) + [room])
-        return self.codec.mix(w, self._arrays)
+        return self.codec.mix(w, self._packed())
 
-    def native(self) -> NativeRun | None:
+    def native(self) -> NativeParts | None:
         """The tokens held, as the compiled kernel reads them; None if it cannot."""
-        return self.codec.native(self._arrays, self._start, self._stop)
+        return self.codec.native(self._packed(), self._start, self._stop)
+
+    def _packed(self) -> Packed:
+        """Codes and constants together, as codecs read them."""
+        return {**self._arrays, **self._fitted} if self._fitted else self._arrays
 
     def decode(self, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
         """Tokens [start, stop) unpacked: (B, H, stop - start, D).
@@ -191,15 +215,15 @@ class Store:
         block = self.codec.spec.block
         low, high = start // block * block, min(round_up(stop, block), self.capacity)
         part = {name: self._range(name, low, high) for name in self._arrays}
-        rows = self.codec.decode(part, dtype)
+        rows = self.codec.decode({**part, **self._fitted}, dtype)
         return rows[:, :, start - low : stop - low]
 
     def _decode_native(self, start: int, stop: int) -> mx.array | None:
         """Buffer positions [start, stop) through the compiled kernel, None if it cannot."""
         if not dispatch.decodes_natively(stop - start):
             return None
-        run = self.codec.native(self._arrays, start, stop)
-        if run is None or run.kind == PLAIN:
+        run = self.codec.native(self._packed(), start, stop)
+        if not isinstance(run, NativeRun) or run.kind == PLAIN:
             return None
         mx.eval(list(self._arrays.values()))
         elements = (stop - start) * run.width * run.data.shape[0] * run.data.shape[1]
@@ -207,7 +231,7 @@ class Store:
         if out is None:
             return None
         rows = mx.array(out)
-        return rows if run.basis is None else run.basis.unrotate(rows)  # type: ignore[attr-defined]
+        return rows if run.basis is None else run.basis.unrotate(rows)
 
     def _range(self, name: str, start: int, stop: int) -> mx.array:
         place: TokenAxis = self.codec.axes[name]
@@ -218,7 +242,7 @@ class Store:
     @property
     def live(self) -> list:
         """Counters and buffers as they are: what `adopt` takes over without copying."""
-        return [self._start, self._stop, self.capacity, dict(self._arrays)]
+        return [self._start, self._stop, self.capacity, dict(self._packed())]
 
     def check(self, saved: list, batch: int, heads: int, dtype: mx.Dtype) -> int:
         """Tokens in what `live` or `compact` gave, once it is sure that it fits this store.
@@ -238,9 +262,9 @@ class Store:
         if not capacity and not arrays:
             return 0
         for name, like in _sample(self.codec, dtype).items():
-            place = self.codec.axes[name]
             shape = [batch, heads, *like.shape[2:]]
-            shape[place.axis] = place.at(capacity)
+            if place := self.codec.axes.get(name):
+                shape[place.axis] = place.at(capacity)
             held = arrays.get(name)
             found = held is not None and (tuple(held.shape), held.dtype)
             if found != (tuple(shape), like.dtype):
@@ -253,7 +277,9 @@ class Store:
         """Take over what `live` or `compact` gave; `check` comes first."""
         start, stop, capacity, arrays = saved
         # New handles: writing in place here must not show through in the saved arrays.
-        self._arrays = {name: a[...] for name, a in (arrays or {}).items()}
+        own = {name: a[...] for name, a in (arrays or {}).items()}
+        self._arrays = {name: a for name, a in own.items() if name in self.codec.axes}
+        self._fitted = {name: a for name, a in own.items() if name not in self.codec.axes}
         self._start, self._stop, self.capacity = int(start), int(stop), int(capacity)
 
     def compact(self) -> list:
@@ -261,4 +287,4 @@ class Store:
         if self.length == 0:
             return [0, 0, 0, {}]
         cut = {name: self._range(name, self._start, self._stop) for name in self._arrays}
-        return [0, self.length, self.length, cut]
+        return [0, self.length, self.length, {**cut, **self._fitted}]

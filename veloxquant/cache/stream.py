@@ -6,18 +6,23 @@ import mlx.core as mx
 
 from veloxquant.cache.plans import StreamPlan
 from veloxquant.cache.store import Store
+from veloxquant.quantizers.base import Codec
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import BODY_STEP, WINDOW_STEP, PlainSpec
+from veloxquant.quantizers.sizes import BODY_STEP, WINDOW_STEP, round_up
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 
 class Stream:
-    """The stores of one matrix, always in the state that its plan prescribes for its length."""
+    """The stores of one matrix, always in the state that its plan prescribes for its length.
 
-    def __init__(self, plan: StreamPlan, dim: int) -> None:
+    `codec` replaces the one that the plan's spec names, for constants of a layer of its own.
+    """
+
+    def __init__(self, plan: StreamPlan, dim: int, codec: Codec | None = None) -> None:
         plain = codec_for(PlainSpec(), dim)
         self.plan = plan
         self.sinks = Store(plain, max(1, plan.n_sink))
-        self.body = Store(codec_for(plan.spec, dim), BODY_STEP)
+        self.body = Store(codec or codec_for(plan.spec, dim), round_up(BODY_STEP, plan.spec.block))
         self.window = Store(plain, WINDOW_STEP)
 
     @property

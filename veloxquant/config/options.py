@@ -1,7 +1,7 @@
 """Options of the methods, one dataclass a method, under their documented names.
 
 `KVCacheConfig` inherits all of them, so each field and its default is written once, here.
-Legal ranges are in `config/validate.py`; meanings are in the method's own module.
+Legal ranges are in `config/checks/`; meanings are in the method's own module.
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ the state does not depend on how a prompt was chunked; values leave 32 at a time
 
 from veloxquant.cache.composed import ComposedCache
 from veloxquant.cache.context import LayerContext
-from veloxquant.cache.layouts import kivi_plan
+from veloxquant.cache.layouts.grouped import kivi_plan
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import LayerShape
 

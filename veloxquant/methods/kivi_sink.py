@@ -8,7 +8,7 @@ KVSink (arXiv 2508.04257).
 """
 
 from veloxquant.cache.context import LayerContext
-from veloxquant.cache.layouts import kivi_sink_plan
+from veloxquant.cache.layouts.grouped import kivi_sink_plan
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.methods.kivi import KIVIKVCache
 from veloxquant.quantizers.sizes import LayerShape

@@ -21,7 +21,8 @@ from veloxquant.cache.selection import select_rows
 from veloxquant.cache.store import Store
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import WINDOW_STEP, LayerShape, PlainSpec
+from veloxquant.quantizers.sizes import WINDOW_STEP, LayerShape
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 POOL_KERNEL = 5
 

@@ -18,7 +18,8 @@ from veloxquant.cache.rope import shift_positions, shiftable
 from veloxquant.cache.store import Store
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import LayerShape, PlainSpec
+from veloxquant.quantizers.sizes import LayerShape
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 
 class StreamingLLMKVCache(ExactRows):

@@ -9,7 +9,8 @@ by a second quantizer of the residual (derived; no paper under this name).
 
 from veloxquant.cache.composed import ComposedCache
 from veloxquant.cache.context import LayerContext
-from veloxquant.cache.layouts import turboquant_rvq_plan, width
+from veloxquant.cache.layouts.base import width
+from veloxquant.cache.layouts.rotated import turboquant_rvq_plan
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import BODY_STEP, LayerShape
 

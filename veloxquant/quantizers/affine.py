@@ -13,7 +13,7 @@ from veloxquant.dsa.mlx_pack import pack
 from veloxquant.kernels import encode
 from veloxquant.kernels.native import AFFINE_CHANNEL, AFFINE_TOKEN, NativeRun
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
-from veloxquant.quantizers.sizes import AffineChannelSpec, AffineTokenSpec
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 
 _MLX_ENCODER_BITS = 2
 _TINY = 1e-30

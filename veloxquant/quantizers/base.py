@@ -9,6 +9,7 @@ from veloxquant.kernels.native import NativeRun
 from veloxquant.quantizers.sizes import CodecSpec
 
 Packed = dict[str, mx.array]
+NativeParts = NativeRun | tuple[NativeRun, ...]
 
 
 class TokenAxis(NamedTuple):
@@ -46,12 +47,31 @@ class Codec(Protocol):
         """Weighted sums of tokens: weights (B, H, M, T) to (B, H, M, D)."""
         ...
 
-    def native(self, packed: Packed, start: int, stop: int) -> NativeRun | None:
-        """Tokens [start, stop) as the compiled kernel reads them, None if it lacks the form."""
+    def native(self, packed: Packed, start: int, stop: int) -> NativeParts | None:
+        """Tokens [start, stop) as the compiled kernel reads them, None if it lacks the form.
+
+        A tuple holds parts that add up, each in its own basis.
+        """
         ...
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """All tokens of the given arrays, unpacked: (B, H, T, D)."""
+        ...
+
+
+class FittedCodec(Codec, Protocol):
+    """A codec whose constants are fitted once, to the first `spec.fit_tokens` tokens of a store.
+
+    Constants are arrays without a token axis: they stand in `packed` beside the codes, but not in
+    `axes`; a store keeps, saves and counts them, and forgets them when it is empty again.
+    """
+
+    def fit(self, x: mx.array) -> Packed:
+        """Constants for rows like (B, H, fit_tokens, D)."""
+        ...
+
+    def encode_fitted(self, x: mx.array, fitted: Packed) -> Packed:
+        """Pack (B, H, n, D) with these constants; they are not part of the result."""
         ...
 
 

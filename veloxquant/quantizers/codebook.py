@@ -18,7 +18,8 @@ from veloxquant.kernels.native import CODEBOOK, NativeRun, table
 from veloxquant.math.lloyd_max import embedded_levels
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.rotation import rotation
-from veloxquant.quantizers.sizes import CodebookSpec, round_up
+from veloxquant.quantizers.sizes import round_up
+from veloxquant.quantizers.specs.codebook import CodebookSpec
 
 _TILE = 1024
 _TINY = 1e-30

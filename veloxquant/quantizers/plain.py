@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from veloxquant.kernels.native import PLAIN, NativeRun
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
-from veloxquant.quantizers.sizes import PlainSpec
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 
 class PlainCodec(Shared):

@@ -52,9 +52,9 @@ class Rotation:
         """The same map for a few vectors, as one product."""
         return q @ self.matrix.T.astype(q.dtype)
 
-    def unrotate(self, y: mx.array) -> mx.array:
+    def unrotate(self, x: mx.array) -> mx.array:
         """Inverse of `rotate_query`."""
-        return y @ self.matrix.astype(y.dtype)
+        return x @ self.matrix.astype(x.dtype)
 
     def __deepcopy__(self, memo: object) -> "Rotation":
         """Constants are shared by copies."""

@@ -4,8 +4,8 @@ A *spec* names a codec and its parameters and knows its size; `quantizers/codecs
 the codec that computes. All sizes are bytes for one KV head unless a shape is given.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
 BODY_STEP = 128
 """Tokens by which packed stores grow."""
@@ -50,117 +50,39 @@ def round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-@dataclass(frozen=True)
-class PlainSpec:
-    """Rows as they came: `dim` elements in the input's type."""
+class CodecSpec(ABC):
+    """A format and its parameters; subclasses are frozen dataclasses under `quantizers/specs/`.
 
-    name = "plain"
-    block = 1
-    token_local = True
-
-    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
-        """Bytes of a store with capacity for `tokens`."""
-        return tokens * dim * itemsize
-
-    def describe(self) -> str:
-        """Short name for tables."""
-        return "16 bit"
-
-
-@dataclass(frozen=True)
-class AffineTokenSpec:
-    """MLX affine groups along D: each token carries a scale and a minimum per `group` channels.
-
-    Source: the format of `mx.quantize`; KIVI (arXiv 2402.02750) for values.
+    `codec` names the class that computes, as "module:class"; `token_local` says whether tokens can
+    be picked and moved one by one.
     """
 
-    bits: int
-    group: int
-    name = "affine_token"
-    block = 1
-    token_local = True
-
-    def padded(self, dim: int) -> int:
-        """Channels stored: `dim` rounded up to whole groups."""
-        return round_up(dim, self.group)
-
-    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
-        """Bytes of a store with capacity for `tokens`."""
-        padded = self.padded(dim)
-        return tokens * (padded * self.bits // 8 + 2 * itemsize * padded // self.group)
-
-    def describe(self) -> str:
-        """Short name for tables."""
-        return f"{self.bits} bit/g{self.group}"
-
-
-@dataclass(frozen=True)
-class AffineChannelSpec:
-    """MLX affine groups along T: each channel carries a scale and a minimum per `group` tokens.
-
-    Source: KIVI (arXiv 2402.02750) for keys.
-    """
-
-    bits: int
-    group: int
-    name = "affine_channel"
-    token_local = False
+    name: ClassVar[str]
+    codec: ClassVar[str]
+    token_local: ClassVar[bool] = True
 
     @property
     def block(self) -> int:
-        """Tokens that share a scale."""
-        return self.group
+        """Tokens that are coded together."""
+        return 1
 
+    @property
+    def fit_tokens(self) -> int:
+        """First tokens that the codec's constants are fitted to; 0 for codecs without any."""
+        return 0
+
+    @abstractmethod
     def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
-        """Bytes of a store with capacity for `tokens`, a multiple of `group`."""
-        return dim * (tokens * self.bits // 8 + 2 * itemsize * tokens // self.group)
+        """Bytes of one head of a store with capacity for `tokens`, a multiple of `block`.
 
+        Fitted constants count as soon as there is a token. `itemsize` is that of the rows.
+        """
+
+    @abstractmethod
     def describe(self) -> str:
         """Short name for tables."""
-        return f"{self.bits} bit/channel g{self.group}"
-
-
-@dataclass(frozen=True)
-class CodebookSpec:
-    """Rotated Lloyd–Max codes in two planes (`bits`-1 and 1 bit) and one norm per token.
-
-    `unbiased` picks the norm: for keys the one that leaves inner products unbiased, for values the
-    one with least squared error. Source: TurboQuant (arXiv 2504.19874), `methods/turboquant_rvq`.
-    """
-
-    bits: int
-    seed: int
-    unbiased: bool
-    name = "codebook"
-    block = 1
-    token_local = True
-
-    def planes(self) -> tuple[tuple[int, int], ...]:
-        """Width and shift of each plane, high bits first; widths divide a word."""
-        coarse = {1: (), 2: (1,), 3: (2,), 4: (2, 1), 5: (4,), 6: (4, 1)}[self.bits]
-        out, left = [], self.bits
-        for width in (*coarse, 1):
-            left -= width
-            out.append((width, left))
-        return tuple(out)
-
-    def plane_words(self, dim: int) -> tuple[int, int]:
-        """uint32 words of the coarse and of the refinement plane of one token."""
-        lanes = round_up(dim, 32) // 32
-        return lanes * max(1, self.bits - 1), lanes if self.bits > 1 else 0
-
-    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
-        """Bytes of a store with capacity for `tokens`."""
-        return tokens * (sum(self.plane_words(dim)) * WORD_BYTES + itemsize)
-
-    def describe(self) -> str:
-        """Short name for tables."""
-        return f"{self.bits} bit rotated"
-
-
-CodecSpec = PlainSpec | AffineTokenSpec | AffineChannelSpec | CodebookSpec
 
 
 def store_bytes(spec: CodecSpec, tokens: int, step: int, dim: int, itemsize: int) -> int:
     """Bytes of one head of a store that grew to hold `tokens` in steps of `step`; 0 when empty."""
-    return spec.nbytes(round_up(tokens, step), dim, itemsize)
+    return spec.nbytes(round_up(tokens, round_up(step, spec.block)), dim, itemsize) if tokens else 0

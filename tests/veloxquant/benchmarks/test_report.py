@@ -52,6 +52,36 @@ def test_all_parts_run_and_both_files_are_written(
     assert "| kivi 2 bit | 0.2000 | 0.1000 | somehow | **no** |" in text
 
 
+def test_a_missed_target_says_what_was_asked_and_reached(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = {"name": "kivi 4 bit", "asked": "at most 0.50 of a rival", "limit": 0.5}
+    row = {
+        "heads": "2/1 heads, D=64", "history": 8, "prompt": 4, "name": "kivi 4 bit",
+        "milliseconds": 1.0, "of_dense": 1.0, "of_stock": 0.75,
+    }  # fmt: skip
+    result = {
+        "rows": [row],
+        "shape": [1, 1, 64, 64],
+        "encoders": [],
+        "targets": [
+            asked | {"reached": 0.75, "holds": False},
+            asked | {"name": "kivi 2 bit", "reached": 0.25, "holds": True},
+        ],
+    }
+    monkeypatch.setattr(program, "PARTS", {"prefill": lambda quick: result})
+    assert program.main(["prefill", "--out", str(tmp_path / "found")]) == 0
+    said = capsys.readouterr().out
+    assert "does not hold: prefill: kivi 4 bit: at most 0.50 of a rival; reached 0.75" in said
+    assert "kivi 2 bit" not in said
+    text = (tmp_path / "found.md").read_text()
+    assert "| kivi 4 bit | at most 0.50 of a rival | 0.75 | **no** |" in text
+
+
+def test_every_part_has_a_title() -> None:
+    assert set(program.PARTS) == set(report.TITLES)
+
+
 def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         program.main(["qualty"])
@@ -85,3 +115,26 @@ def test_a_race_makes_a_table() -> None:
     text = report.speed(result)
     assert "| 2/1 heads, D=64 | 256 | kivi 4 bit |" in text
     assert all(lane.cache.offset == 256 + 3 + speed.WARM_UP for lane in lanes)
+
+
+def test_targets_name_their_shape_and_length() -> None:
+    lanes = [speed.Lane(name, speed.SMALL) for name in (speed.DENSE, speed.STOCK, "kivi 4 bit")]
+    for lane, seconds in zip(lanes, (1.0, 3.0, 0.95), strict=True):
+        lane.seconds = lane.processor = [seconds]
+    dense, stock = speed.targets_of(speed.SMALL, 8192, lanes)
+    assert (dense["against"], dense["holds"]) == (speed.DENSE, False)
+    assert (stock["against"], stock["holds"]) == (speed.STOCK, True)
+    assert dense["asked"] == "at most 0.90 of dense, 9/3 heads, D=64, T=8192"
+    text = report.speed({"rows": [], "targets": [dense, stock], "growth": []})
+    assert "| 9/3 heads, D=64 | 8192 | kivi 4 bit | dense | 0.90 | 0.95 | **no** |" in text
+
+
+def test_the_targets_are_those_of_the_packed_kernel() -> None:
+    asked = {(t.heads, t.against): t.ratio for t in speed.TARGETS}
+    assert asked == {
+        (speed.LARGE, speed.DENSE): 0.7,
+        (speed.LARGE, speed.STOCK): pytest.approx(1 / 3),
+        (speed.SMALL, speed.DENSE): 0.9,
+        (speed.SMALL, speed.STOCK): pytest.approx(1 / 3),
+    }
+    assert len(speed.TARGETS) == 4 * len(speed.PACKED) == 20

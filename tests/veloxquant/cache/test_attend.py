@@ -11,7 +11,9 @@ from veloxquant.cache.attend import Fresh, attend, decode_range
 from veloxquant.cache.store import Store
 from veloxquant.kernels import dispatch
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import AffineChannelSpec, AffineTokenSpec, CodebookSpec, PlainSpec
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
+from veloxquant.quantizers.specs.codebook import CodebookSpec
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 ROUTES = ["packed", "tiled", "free"]
 

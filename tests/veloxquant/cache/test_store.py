@@ -8,13 +8,10 @@ from hypothesis import strategies as st
 
 from veloxquant.cache.store import Store
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import (
-    AffineChannelSpec,
-    AffineTokenSpec,
-    CodebookSpec,
-    CodecSpec,
-    PlainSpec,
-)
+from veloxquant.quantizers.sizes import CodecSpec
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
+from veloxquant.quantizers.specs.codebook import CodebookSpec
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 DIM, STEP = 32, 32
 SPECS: list[CodecSpec] = [

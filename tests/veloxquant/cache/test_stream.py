@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from veloxquant.cache.plans import AtOnce, StreamPlan, Trailing, WholeBlocks
 from veloxquant.cache.stream import Stream
-from veloxquant.quantizers.sizes import AffineChannelSpec, AffineTokenSpec, CodebookSpec, PlainSpec
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
+from veloxquant.quantizers.specs.codebook import CodebookSpec
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 DIM = 32
 PLANS = [

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from veloxquant.quantizers.affine import affine_decode, affine_encode
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import AffineChannelSpec, AffineTokenSpec
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 
 # At two bits see below: the encoder there is MLX's own.
 MEAN_SQUARE = {3: 0.0281, 4: 0.0061, 8: 2e-5}

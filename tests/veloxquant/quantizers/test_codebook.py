@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from veloxquant.dsa.mlx_pack import unpack
 from veloxquant.math.lloyd_max import normal_levels
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import CodebookSpec
+from veloxquant.quantizers.specs.codebook import CodebookSpec
 
 # Conditional tables, on the sphere of 128 dimensions about 1 % lower than for the Gaussian.
 MEAN_SQUARE = {1: 0.3609, 2: 0.1163, 3: 0.0343, 4: 0.0093}

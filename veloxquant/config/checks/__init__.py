@@ -1,0 +1,12 @@
+"""Legal ranges of the configuration, method by method; one file a family, as in the layouts."""
+
+from collections.abc import Callable
+
+from veloxquant.config.checks import base, coded, eviction, grouped, rotated, tiered, vector
+from veloxquant.config.kv_cache import KVCacheConfig
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
+    name: rule
+    for family in (base, rotated, grouped, vector, tiered, coded, eviction)
+    for name, rule in family.CHECKS.items()
+}

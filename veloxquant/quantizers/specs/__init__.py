@@ -1,0 +1,1 @@
+"""Formats by name and parameters: one MLX-free file a family."""
