@@ -6,7 +6,8 @@ import pytest
 
 from veloxquant.kernels import encode, native
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import AffineChannelSpec, AffineTokenSpec, CodebookSpec
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
+from veloxquant.quantizers.specs.codebook import CodebookSpec
 
 pytestmark = pytest.mark.skipif(
     native.library() is None, reason="the optional compiled kernel was not built"

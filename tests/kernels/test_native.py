@@ -1,101 +1,21 @@
-"""The compiled kernel agrees with the array operations for every format, shape and mask."""
+"""Where the compiled kernel is used, what it reads, and what happens without it."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from veloxquant.cache import attend as attend_module
 from veloxquant.cache.attend import Fresh, attend
 from veloxquant.cache.store import Store
 from veloxquant.kernels import dispatch, native
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import (
-    AffineChannelSpec,
-    AffineTokenSpec,
-    CodebookSpec,
-    PlainSpec,
-)
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
+from veloxquant.quantizers.specs.codebook import CodebookSpec
 
 pytestmark = pytest.mark.skipif(
     native.library() is None, reason="the optional compiled kernel was not built"
 )
 BITS = (1, 2, 3, 4, 5, 6, 8)
-BY_TOKEN = [
-    PlainSpec(),
-    *(AffineTokenSpec(b, g) for b in BITS for g in (32, 64)),
-    *(CodebookSpec(b, 42, unbiased=True) for b in BITS[:-1]),
-]
-KEYS = [*BY_TOKEN, *(AffineChannelSpec(b, g) for b in BITS for g in (32, 64, 128))]
-
-
-def largest_difference(key_spec, value_spec, *, batch, repeat, length, dim, v_dim, tokens, dtype,
-                       sinks, mask="causal", seed=0):  # fmt: skip
-    """Largest difference between both routes on random rows."""
-    key = mx.random.split(mx.random.key(seed), 6)
-    heads = 2
-    held_k, held_v = Store(codec_for(key_spec, dim), 128), Store(codec_for(value_spec, v_dim), 128)
-    held_k.append(mx.random.normal((batch, heads, tokens, dim), key=key[0]).astype(dtype))
-    held_v.append(mx.random.normal((batch, heads, tokens, v_dim), key=key[1]).astype(dtype))
-    fresh_k = Fresh(mx.random.normal((batch, heads, length, dim), key=key[2]).astype(dtype))
-    fresh_v = Fresh(mx.random.normal((batch, heads, length, v_dim), key=key[3]).astype(dtype))
-    q = mx.random.normal((batch, heads * repeat, length, dim), key=key[4])
-    edge = mx.random.normal((heads * repeat,), key=key[5]) if sinks else None
-    total = tokens + length
-    if mask == "bool":
-        mask = mx.random.uniform(shape=(batch, 1, length, total), key=key[5]) > 0.3
-        mask[..., -1:] = True
-    elif mask == "additive":
-        mask = mx.random.normal((length, total), key=key[5])
-    elif length == 1:
-        mask = None
-    outs = []
-    for where in ("native", "reference"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "route", lambda where=where, **_: where)
-            outs.append(
-                attend(
-                    q, [held_k, fresh_k], [held_v, fresh_v], n_kv=heads, v_dim=v_dim,
-                    scale=dim**-0.5, mask=mask, sinks=edge,
-                )
-            )  # fmt: skip
-    return mx.abs(outs[0] - outs[1]).max().item()
-
-
-@pytest.mark.parametrize("spec", KEYS, ids=lambda s: s.describe())
-def test_keys_of_every_format_agree(spec):
-    assert largest_difference(
-        spec, PlainSpec(), batch=1, repeat=3, length=1, dim=64, v_dim=64, tokens=384,
-        dtype=mx.float32, sinks=False,
-    ) < 1e-5  # fmt: skip
-
-
-@pytest.mark.parametrize("spec", BY_TOKEN, ids=lambda s: s.describe())
-def test_values_of_every_format_agree(spec):
-    assert largest_difference(
-        PlainSpec(), spec, batch=3, repeat=4, length=1, dim=64, v_dim=64, tokens=256,
-        dtype=mx.float32, sinks=True,
-    ) < 1e-5  # fmt: skip
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    key_spec=st.sampled_from(KEYS),
-    value_spec=st.sampled_from(BY_TOKEN),
-    batch=st.sampled_from([1, 3]),
-    repeat=st.sampled_from([1, 3, 4, 8]),
-    length=st.sampled_from([1, 1, 2, 3]),
-    dim=st.sampled_from([64, 80, 96, 128, 256]),
-    v_dim=st.sampled_from([64, 80, 128]),
-    tokens=st.sampled_from([128, 256, 1024, 4096]),
-    mask=st.sampled_from(["causal", "causal", "bool", "additive"]),
-    dtype=st.sampled_from([mx.float32, mx.bfloat16, mx.float16]),
-    sinks=st.booleans(),
-    seed=st.integers(0, 1 << 20),
-)
-def test_any_mix_of_formats_and_shapes_agrees(**case):
-    assert largest_difference(**case) < 1e-5
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 1000])
