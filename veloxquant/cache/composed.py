@@ -1,6 +1,7 @@
 """The cache of every method that keeps all tokens: two streams that follow a plan."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -19,6 +20,8 @@ class ComposedCache(LayerCache):
     `codecs` replaces those that the plan names, for constants of this layer alone.
     """
 
+    stream_type: ClassVar[type[Stream]] = Stream
+
     def __init__(
         self,
         plan: LayerPlan,
@@ -29,8 +32,8 @@ class ComposedCache(LayerCache):
         super().__init__()
         self.method = method
         self.plan = plan
-        self.keys_stream = Stream(plan.keys, shape.k_dim, codecs[0])
-        self.values_stream = Stream(plan.values, shape.v_dim, codecs[1])
+        self.keys_stream = self.stream_type(plan.keys, shape.k_dim, codecs[0])
+        self.values_stream = self.stream_type(plan.values, shape.v_dim, codecs[1])
 
     def streams(self) -> tuple[Sequence[Store], Sequence[Store]]:
         """Sinks, body and window of keys and of values."""
@@ -56,7 +59,8 @@ class ComposedCache(LayerCache):
     # ---- counters of the documents ------------------------------------------------------
 
     def _side_bytes(self, stream: Stream, *, packed: bool) -> int:
-        stores = (stream.body,) if packed else (stream.sinks, stream.window)
+        coded = stream.coded_stores()
+        stores = coded if packed else [s for s in stream.all_stores() if s not in coded]
         if packed and isinstance(stream.plan.spec, PlainSpec):
             return 0
         return sum(store.nbytes for store in stores)

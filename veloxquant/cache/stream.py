@@ -34,9 +34,13 @@ class Stream:
         """The non-empty stores, oldest tokens first."""
         return tuple(s for s in (self.sinks, self.body, self.window) if s.length)
 
-    def all_stores(self) -> tuple[Store, Store, Store]:
+    def all_stores(self) -> tuple[Store, ...]:
         """Sinks, body and window, empty or not."""
         return self.sinks, self.body, self.window
+
+    def coded_stores(self) -> tuple[Store, ...]:
+        """Those that hold codes; the others hold exact rows."""
+        return (self.body,)
 
     def arrays(self) -> Iterator[mx.array]:
         """Every buffer held."""
@@ -87,8 +91,8 @@ class Stream:
 
     def _exact_dtype(self) -> mx.Dtype:
         """Type of decoded rows: that of the scales, which is the input's."""
-        for store in (self.window, self.sinks, self.body):
+        for store in reversed(self.all_stores()):
             for a in store.arrays():
-                if a.dtype != mx.uint32:
+                if mx.issubdtype(a.dtype, mx.floating):
                     return a.dtype
         return mx.float32
