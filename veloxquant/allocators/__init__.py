@@ -1,0 +1,1 @@
+"""Who gets how many bits: components of a head, heads, layers."""
