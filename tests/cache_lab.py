@@ -13,7 +13,12 @@ from veloxquant.cache.probe import LayerReport, ModelPlan
 from veloxquant.cache.table import TABLE, MethodRow
 from veloxquant.cache.view import CacheView
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.config.options import SnapKVOptions, StreamingLLMOptions
+from veloxquant.config.options import (
+    AgeTieredKVOptions,
+    SKVQOptions,
+    SnapKVOptions,
+    StreamingLLMOptions,
+)
 from veloxquant.quantizers.sizes import LayerShape
 
 READY = [row for row in TABLE.values() if row.is_ready]
@@ -23,7 +28,9 @@ EVICTING = [row for row in READY if row.trim == "until_evicted"]
 
 SMALL_OPTIONS: dict[type, Any] = {
     StreamingLLMOptions: StreamingLLMOptions(stream_n_sink=4, stream_window_size=28),
+    AgeTieredKVOptions: AgeTieredKVOptions(age_recent_boundary=32, age_mid_boundary=64),
     SnapKVOptions: SnapKVOptions(snap_budget=32, snap_obs_window=8, snap_n_sink=4),
+    SKVQOptions: SKVQOptions(skvq_window=24),
 }
 """Budgets small enough that a short prompt goes over them; other options stay as documented."""
 

@@ -1,5 +1,58 @@
 """Layouts of the methods that code tokens by class or by age."""
 
-from veloxquant.cache.layouts.base import SizeOf
+from dataclasses import dataclass
 
-HELD: dict[str, SizeOf] = {}
+from veloxquant.cache.layouts.base import SizeOf, sizes_of
+from veloxquant.cache.plans import LayerPlan, StreamPlan, WholeBlocks
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.quantizers.sizes import BODY_STEP, WINDOW_STEP, CodecSpec, store_bytes
+from veloxquant.quantizers.specs.plain import PlainSpec
+from veloxquant.quantizers.specs.tiered import NestedChannelSpec, NestedTokenSpec
+
+
+@dataclass(frozen=True)
+class AgePlan(StreamPlan):
+    """Layout `[old][mid][recent][exact]`: tokens pass to an older tier in blocks of the group.
+
+    A block passes when its youngest token has reached the boundary, so a tier may hold up to one
+    block more than its boundary says. `spec` is the youngest tier's; `older` holds format and
+    boundary of the others, oldest first.
+    """
+
+    older: tuple[tuple[CodecSpec, int], ...] = ()
+
+    def rows(self, tokens: int) -> tuple[int, ...]:
+        """Tokens in each tier, oldest first, then in the window."""
+        ends = [self.schedule.frontier(max(0, tokens - age)) for _, age in self.older]
+        ends += [self.schedule.frontier(tokens), tokens]
+        return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+
+    def tiers(self) -> tuple[tuple[CodecSpec, int], ...]:
+        """Format and growth step of each tier, oldest first; only the oldest grows for ever."""
+        young = [spec for spec, _ in self.older[1:]] + [self.spec]
+        return ((self.older[0][0], BODY_STEP), *((spec, spec.block) for spec in young))
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of one head, growth steps included."""
+        *coded, window = self.rows(tokens)
+        held = zip(self.tiers(), coded, strict=True)
+        return store_bytes(PlainSpec(), window, WINDOW_STEP, dim, itemsize) + sum(
+            store_bytes(spec, n, step, dim, itemsize) for (spec, step), n in held
+        )
+
+
+def age_tiered_plan(config: KVCacheConfig) -> LayerPlan:
+    """Keys per channel and values per token, at fewer bits the older they are."""
+    group = config.age_group_size
+    widths = (config.age_bits_recent, config.age_bits_mid, config.age_bits_old)
+    ages = (config.age_mid_boundary, config.age_recent_boundary)
+
+    def side(spec: type[NestedChannelSpec] | type[NestedTokenSpec]) -> AgePlan:
+        recent, mid, old = (spec(widths[i], group, chain=widths[: i + 1]) for i in range(3))
+        older = tuple(zip((old, mid), ages, strict=True))
+        return AgePlan(recent, WholeBlocks(group), older=older)
+
+    return LayerPlan(side(NestedChannelSpec), side(NestedTokenSpec))
+
+
+HELD: dict[str, SizeOf] = sizes_of({"age_tiered": age_tiered_plan})

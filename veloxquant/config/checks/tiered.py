@@ -1,7 +1,40 @@
 """Ranges of the methods that code tokens by class or by age."""
 
+import itertools
 from collections.abc import Callable
 
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.ranges import (
+    AFFINE_BITS,
+    AFFINE_GROUPS,
+    NO_OUTLIERS,
+    bits,
+    integer,
+    one_of,
+    refuse,
+    unused,
+)
 
-CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {}
+OWN_WIDTHS = ("bit_width_inlier", *NO_OUTLIERS)
+"""Common fields without effect on methods that bring widths of their own."""
+
+
+def check_age_tiered(config: KVCacheConfig) -> None:
+    """Boundaries in order, widths that do not grow with age."""
+    recent = integer(config, "age_recent_boundary", 0)
+    mid = integer(config, "age_mid_boundary", 1)
+    if mid <= recent:
+        raise refuse("age_mid_boundary", mid, f"more than age_recent_boundary={recent}")
+    widths = ("age_bits_recent", "age_bits_mid", "age_bits_old")
+    for field in widths:
+        one_of(config, field, AFFINE_BITS)
+    for younger, older in itertools.pairwise(widths):
+        most = getattr(config, younger)
+        if getattr(config, older) > most:
+            raise refuse(older, getattr(config, older), f"at most {younger}={most}")
+    one_of(config, "age_group_size", AFFINE_GROUPS)
+    bits(config, AFFINE_BITS)
+    unused(config, OWN_WIDTHS)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"age_tiered": check_age_tiered}

@@ -1,0 +1,77 @@
+"""Affine grids that lie in one another, so that codes are narrowed without the vectors.
+
+A grid of b bits between two end points has 2^b - 1 steps. 255 = 17·15 and 15 = 5·3: the points of
+4 bits are points of 8 bits, those of 2 bits are points of 4. Narrowing is then one integer division
+that rounds half up; end points stay, nothing is decoded, and no error piles up. Widths that do not
+divide one another round twice, at most half a step of the wider grid each time.
+Source: none; a property of min/max grids. `mx.quantize` moves its end points and loses it.
+"""
+
+import itertools
+
+import mlx.core as mx
+
+from veloxquant.dsa.mlx_pack import WORD, pack, unpack
+from veloxquant.quantizers.affine import AffineChannelCodec, AffineTokenCodec
+from veloxquant.quantizers.base import Packed
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
+from veloxquant.quantizers.specs.tiered import NestedChannelSpec, NestedTokenSpec
+
+
+def renumber(codes: mx.array, old: int, new: int) -> mx.array:
+    """Codes of `old` bits on the grid of `new` bits with the same end points, half rounded up."""
+    have, want = (1 << old) - 1, (1 << new) - 1
+    return (codes.astype(mx.uint32) * (2 * want) + have) // (2 * have)
+
+
+def recode(packed: Packed, old: int, new: int) -> Packed:
+    """Packed groups of `old` bits as groups of `new` bits; scales follow, minima stay.
+
+    Args:
+        packed: `w`, `s`, `b` of an affine codec, groups along the last axis.
+        old: bits of the codes.
+        new: bits wanted, fewer or more.
+    """
+    if old == new:
+        return packed
+    words, scale = packed["w"], packed["s"]
+    codes = renumber(unpack(words, old, words.shape[-1] * WORD // old), old, new)
+    factor = ((1 << old) - 1) / ((1 << new) - 1)
+    return {
+        "w": pack(codes, new),
+        "s": (scale.astype(mx.float32) * factor).astype(scale.dtype),
+        "b": packed["b"],
+    }
+
+
+def recode_along(packed: Packed, widths: tuple[int, ...]) -> Packed:
+    """Pass from width to width, as tokens do that age one tier at a time."""
+    for old, new in itertools.pairwise(widths):
+        packed = recode(packed, old, new)
+    return packed
+
+
+class NestedChannelCodec(AffineChannelCodec):
+    """Groups of tokens: coded at the first width of the chain, then narrowed to the last."""
+
+    def __init__(self, dim: int, spec: NestedChannelSpec) -> None:
+        super().__init__(dim, spec)
+        self.chain = spec.chain
+        self._first = AffineChannelCodec(dim, AffineChannelSpec(spec.chain[0], spec.group))
+
+    def encode(self, x: mx.array) -> Packed:
+        """Pack (B, H, n, D), n a multiple of the group."""
+        return recode_along(self._first.encode(x), self.chain)
+
+
+class NestedTokenCodec(AffineTokenCodec):
+    """Groups of channels: coded at the first width of the chain, then narrowed to the last."""
+
+    def __init__(self, dim: int, spec: NestedTokenSpec) -> None:
+        super().__init__(dim, spec)
+        self.chain = spec.chain
+        self._first = AffineTokenCodec(dim, AffineTokenSpec(spec.chain[0], spec.group))
+
+    def encode(self, x: mx.array) -> Packed:
+        """Pack (B, H, n, D) for any n; every token alone."""
+        return recode_along(self._first.encode(x), self.chain)
