@@ -163,7 +163,7 @@ _ROWS = (
          "Delta coding with entropy coding", "CacheGen, arXiv 2310.07240"),
     _row("minicache", "hybrid", MiniCacheOptions, "none", "lossy", "none", 2, "planned",
          "Directions merged over layer pairs", "MiniCache, arXiv 2405.14366"),
-    _row("gear", "quantization", GEAROptions, "none", "lossy", "none", 1, "planned",
+    _row("gear", "quantization", GEAROptions, "none", "lossy", "none", 1, "ready",
          "kivi with low-rank and sparse correction", "GEAR, arXiv 2403.05527"),
     _row("zipcache", "hybrid", ZipCacheOptions, "none", "lossy", "none", 1, "planned",
          "Bits by token saliency", "ZipCache, arXiv 2405.14256"),

@@ -19,7 +19,9 @@ _MLX_ENCODER_BITS = 2
 _TINY = 1e-30
 
 
-def affine_encode(x: mx.array, bits: int, group: int, dtype: mx.Dtype) -> Packed:
+def affine_encode(
+    x: mx.array, bits: int, group: int, dtype: mx.Dtype, *, minmax: bool = False
+) -> Packed:
     """Quantize groups of the last axis.
 
     Args:
@@ -27,12 +29,13 @@ def affine_encode(x: mx.array, bits: int, group: int, dtype: mx.Dtype) -> Packed
         bits: 1, 2, 3, 4, 5, 6 or 8.
         group: 32, 64 or 128.
         dtype: type of scales and biases.
+        minmax: at 2 bits, a grid from minimum to maximum instead of MLX's.
 
     Returns:
         `w` (..., n·bits/32) uint32, `s` and `b` (..., n/group).
     """
     x = x.astype(mx.float32)
-    if bits == _MLX_ENCODER_BITS:
+    if bits == _MLX_ENCODER_BITS and not minmax:
         w, s, b = mx.quantize(x, group_size=group, bits=bits)
         return {"w": w, "s": s.astype(dtype), "b": b.astype(dtype)}
     *lead, n = x.shape
@@ -87,11 +90,13 @@ class AffineTokenCodec(Shared):
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D) for any n; every token alone."""
-        bits, group = self.spec.bits, self.spec.group
+        bits, group, minmax = self.spec.bits, self.spec.group, self.spec.minmax
         padded, packed = _pad_last(x, self.width), None
-        if bits != _MLX_ENCODER_BITS:
+        if bits != _MLX_ENCODER_BITS or minmax:
             packed = encode.affine(padded, bits, group, x.dtype, along_tokens=False)
-        return affine_encode(padded, bits, group, x.dtype) if packed is None else packed
+        if packed is None:
+            packed = affine_encode(padded, bits, group, x.dtype, minmax=minmax)
+        return packed
 
     def _matmul(self, x: mx.array, packed: Packed, *, transpose: bool) -> mx.array:
         return mx.quantized_matmul(

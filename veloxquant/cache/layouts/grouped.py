@@ -1,9 +1,17 @@
 """Layouts of the methods that quantise groups of neighbours: kivi and its kin."""
 
 from veloxquant.cache.layouts.base import SizeOf, sizes_of, width
-from veloxquant.cache.plans import LayerPlan, Schedule, StreamPlan, Trailing, WholeBlocks
+from veloxquant.cache.plans import (
+    After,
+    LayerPlan,
+    Schedule,
+    StreamPlan,
+    Trailing,
+    WholeBlocks,
+)
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
+from veloxquant.quantizers.specs.grouped import PermutedSpec, fit_length
 
 
 def kivi_plan(config: KVCacheConfig, n_sink: int = 0) -> LayerPlan:
@@ -21,4 +29,22 @@ def kivi_sink_plan(config: KVCacheConfig) -> LayerPlan:
     return kivi_plan(config, config.n_sink_tokens)
 
 
-HELD: dict[str, SizeOf] = sizes_of({"kivi": kivi_plan, "kivi_sink": kivi_sink_plan})
+def skvq_plan(config: KVCacheConfig) -> LayerPlan:
+    """Tokens reordered and clipped once they leave the window, fitted to the first one."""
+    window, fit = config.skvq_window, fit_length(config.skvq_window)
+
+    def stream(bits: int) -> StreamPlan:
+        spec = PermutedSpec(
+            bits, config.skvq_group_size, fit, config.skvq_reorder, config.skvq_clip_search,
+            config.skvq_clip_alpha,
+        )  # fmt: skip
+        return StreamPlan(
+            spec, After(window + spec.fit_tokens, Trailing(window)), config.skvq_n_sink
+        )
+
+    return LayerPlan(stream(config.skvq_bits_key), stream(config.skvq_bits_value))
+
+
+HELD: dict[str, SizeOf] = sizes_of(
+    {"kivi": kivi_plan, "kivi_sink": kivi_sink_plan, "skvq": skvq_plan}
+)

@@ -9,11 +9,13 @@ from veloxquant.quantizers.sizes import CodecSpec, round_up
 class AffineTokenSpec(CodecSpec):
     """MLX affine groups along D: each token carries a scale and a minimum per `group` channels.
 
+    `minmax` keeps to grids from minimum to maximum at 2 bits too, where `mx.quantize` shifts them.
     Source: the format of `mx.quantize`; KIVI (arXiv 2402.02750) for values.
     """
 
     bits: int
     group: int
+    minmax: bool = False
     name = "affine_token"
     codec = "veloxquant.quantizers.affine:AffineTokenCodec"
 

@@ -1,0 +1,78 @@
+"""skvq: channels reordered so that neighbours are alike, clipped groups, sinks and a window exact.
+
+The first `skvq_n_sink` tokens and the newest `skvq_window` stay exact; older ones are quantised
+each alone, in groups of reordered channels whose ranges are shrunk a little. Order and clip factor
+are fitted to the first window behind the sinks and then kept.
+Source: Duanmu et al., SKVQ, 2024, arXiv 2405.06219. Differs: order and clip factor are of each KV
+head and fitted online, not of a layer and calibrated; tokens leave the window 32 at a time, the
+first when a window lies behind the fitted one; scales have the input's type, not 8 bits.
+"""
+
+import mlx.core as mx
+
+from veloxquant.cache.composed import ComposedCache
+from veloxquant.cache.context import LayerContext
+from veloxquant.cache.layouts.grouped import skvq_plan
+from veloxquant.cache.stream import Stream
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.core.exceptions import CacheStateError
+from veloxquant.quantizers.sizes import LayerShape
+
+
+class SKVQKVCache(ComposedCache):
+    """Reordered, clipped groups between exact sinks and an exact window."""
+
+    def __init__(self, config: KVCacheConfig, shape: LayerShape) -> None:
+        super().__init__(skvq_plan(config), shape, config.method)
+        self.max_ctx = config.skvq_max_ctx
+        """Most tokens this cache takes, None without a limit."""
+
+    def make_ready(self, n: int) -> None:
+        """Refuse what goes over `skvq_max_ctx` before anything is changed.
+
+        Raises:
+            CacheStateError: when `n` more tokens are too many.
+        """
+        if self.max_ctx is not None and self.offset + n > self.max_ctx:
+            raise CacheStateError(
+                f"{self.offset} tokens held and {n} more go over skvq_max_ctx={self.max_ctx}; "
+                f"raise it or leave it unset"
+            )
+        super().make_ready(n)
+
+    @staticmethod
+    def _order(stream: Stream) -> mx.array | None:
+        order = stream.body.live[3].get("order")
+        return None if order is None else order[:, :, 0].astype(mx.int32)
+
+    @property
+    def key_perms(self) -> mx.array | None:
+        """Order of key channels (B, H, D) int32; None before it is fitted."""
+        return self._order(self.keys_stream)
+
+    @property
+    def value_perms(self) -> mx.array | None:
+        """Order of value channels (B, H, D) int32; None before it is fitted."""
+        return self._order(self.values_stream)
+
+    @property
+    def perm_bytes(self) -> int:
+        """Bytes of both orders."""
+        streams = (self.keys_stream, self.values_stream)
+        orders = [s.body.live[3].get("order") for s in streams]
+        return sum(order.nbytes for order in orders if order is not None)
+
+    @property
+    def quantized_tokens(self) -> int:
+        """Tokens held in packed form."""
+        return self.keys_stream.body.length
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens fed."""
+        return self.offset
+
+
+def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> SKVQKVCache:
+    """The cache of one layer."""
+    return SKVQKVCache(config, shape)
