@@ -38,8 +38,9 @@ class KVCacheFactory:
     def create(config: KVCacheConfig) -> Any:
         """A cache for one layer with `config.head_dim` channels.
 
-        It answers mlx-lm's cache protocol and returns arrays; caches for a whole model, with the
-        attention hook, come from `KVCacheBuilder.for_model`.
+        For the standalone methods it is one head that is fed vector by vector, see
+        `cache.standalone`. For others it answers mlx-lm's cache protocol and returns arrays; caches
+        for a whole model, with the attention hook, come from `KVCacheBuilder.for_model`.
 
         Raises:
             QuantizerConfigError: for an unknown or planned method, a setting out of range, a
@@ -57,6 +58,9 @@ class KVCacheFactory:
                 f"({', '.join(sorted(STANDALONE_METHODS))}); for {row.name!r} leave it unset, or "
                 f"use method 'streaming_llm'"
             )
+        if row.name in STANDALONE_METHODS:
+            row.check(config)
+            return row.load().standalone(config)
         shape = LayerShape(1, 1, config.head_dim, config.head_dim, ITEMSIZE)
         return build_layer(config, shape)
 

@@ -64,6 +64,11 @@ class Store:
         yield from self._arrays.values()
         yield from self._fitted.values()
 
+    @property
+    def fitted(self) -> Packed:
+        """Constants fitted to the first tokens; empty for codecs without any, and before that."""
+        return self._fitted
+
     # ---- writing ------------------------------------------------------------------------
 
     def append(self, x: mx.array) -> None:
@@ -227,7 +232,7 @@ class Store:
             return None
         mx.eval(list(self._arrays.values()))
         elements = (stop - start) * run.width * run.data.shape[0] * run.data.shape[1]
-        out = decode(run, self.codec.dim, dispatch.threads(elements))
+        out = decode(run, run.dim or self.codec.dim, dispatch.threads(elements))
         if out is None:
             return None
         rows = mx.array(out)

@@ -3,7 +3,16 @@
 from collections.abc import Callable
 
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.config.ranges import CODEBOOK_BITS, NO_OUTLIERS, bits, unused
+from veloxquant.config.ranges import (
+    CODEBOOK_BITS,
+    NO_OUTLIERS,
+    bits,
+    flag,
+    integer,
+    one_of,
+    refuse,
+    unused,
+)
 
 
 def check_turboquant_rvq(config: KVCacheConfig) -> None:
@@ -12,4 +21,38 @@ def check_turboquant_rvq(config: KVCacheConfig) -> None:
     unused(config, NO_OUTLIERS)
 
 
-CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"turboquant_rvq": check_turboquant_rvq}
+def check_turboquant_mse(config: KVCacheConfig) -> None:
+    """Bits 1 to 6, and the settings of loud channels."""
+    bits(config, CODEBOOK_BITS)
+    unused(config, ("jl_dim",))
+    _outliers(config, CODEBOOK_BITS)
+    _standalone(config)
+
+
+def _outliers(config: KVCacheConfig, legal: tuple[int, ...]) -> None:
+    """Loud channels leave at least one other; their bits and calibration set are possible."""
+    if config.bit_width_outlier is not None:
+        one_of(config, "bit_width_outlier", legal)
+    if config.n_outlier_channels is not None:
+        integer(config, "n_outlier_channels", 0, config.head_dim - 1)
+    if config.n_calib_tokens is not None:
+        integer(config, "n_calib_tokens", 1)
+    if flag(config, "enable_outlier_two_stream") and not config.n_outlier_channels:
+        raise refuse(
+            "n_outlier_channels", config.n_outlier_channels,
+            "at least 1 when enable_outlier_two_stream is set",
+        )  # fmt: skip
+
+
+def _standalone(config: KVCacheConfig) -> None:
+    """Settings of the objects that are fed vector by vector."""
+    flag(config, "enable_vectorized_attend")
+    flag(config, "enable_fused_query_dot")
+    if config.sliding_window is not None:
+        integer(config, "sliding_window", 1)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
+    "turboquant_rvq": check_turboquant_rvq,
+    "turboquant_mse": check_turboquant_mse,
+}
