@@ -147,6 +147,7 @@ def test_rewound_tokens_keep_their_values_on_their_old_grid(n: int) -> None:
     fresh = cache_of(tokens, recent_boundary=64, mid_boundary=128)
     if n < 300:
         feed(fresh, tokens.cut(0, 300 - n))
+    fresh.commit()
     assert [s.length for s in cache.layout()] == [s.length for s in fresh.layout()]
     assert cache.nbytes == fresh.nbytes
 
