@@ -141,7 +141,7 @@ def test_a_wheel_built_without_a_compiler_decodes_and_doctor_says_so_once(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac has no use for the CPU kernel")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_a_wheel_built_with_a_compiler_decodes_alike(
