@@ -19,6 +19,7 @@ COMMON_FIELDS: dict[str, tuple[str, ...]] = {
     "turboquant_rvq": ("bit_width_inlier", "seed"),
     "kivi": ("bit_width_inlier", "residual_length"),
     "kivi_sink": ("bit_width_inlier", "residual_length", "n_sink_tokens"),
+    "kitty": ("residual_length",),
 }
 """Common fields that a method reads besides its own options; others read the seed at most."""
 BOOLEANS = {

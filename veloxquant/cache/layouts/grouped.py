@@ -11,7 +11,7 @@ from veloxquant.cache.plans import (
 )
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
-from veloxquant.quantizers.specs.grouped import PermutedSpec, fit_length
+from veloxquant.quantizers.specs.grouped import BoostedSpec, PermutedSpec, fit_length
 
 
 def kivi_plan(config: KVCacheConfig, n_sink: int = 0) -> LayerPlan:
@@ -27,6 +27,16 @@ def kivi_plan(config: KVCacheConfig, n_sink: int = 0) -> LayerPlan:
 def kivi_sink_plan(config: KVCacheConfig) -> LayerPlan:
     """Kivi counted from the first token after the sinks."""
     return kivi_plan(config, config.n_sink_tokens)
+
+
+def kitty_plan(config: KVCacheConfig) -> LayerPlan:
+    """As kivi in the low width, with boosted key channels."""
+    low, group, residual = config.kitty_lo_bit, config.kitty_group_size, config.residual_length
+    keys = BoostedSpec(low, config.kitty_hi_bit, group, config.kitty_hi_fraction)
+    return LayerPlan(
+        StreamPlan(keys, WholeBlocks(residual)),
+        StreamPlan(AffineTokenSpec(low, group), Trailing(residual)),
+    )
 
 
 def skvq_plan(config: KVCacheConfig) -> LayerPlan:
@@ -46,5 +56,5 @@ def skvq_plan(config: KVCacheConfig) -> LayerPlan:
 
 
 HELD: dict[str, SizeOf] = sizes_of(
-    {"kivi": kivi_plan, "kivi_sink": kivi_sink_plan, "skvq": skvq_plan}
+    {"kivi": kivi_plan, "kivi_sink": kivi_sink_plan, "skvq": skvq_plan, "kitty": kitty_plan}
 )

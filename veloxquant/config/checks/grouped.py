@@ -20,13 +20,16 @@ from veloxquant.config.ranges import (
 def check_kivi(config: KVCacheConfig) -> None:
     """Affine bits, an MLX group size, a residual of whole groups."""
     bits(config, AFFINE_BITS)
-    one_of(config, "kivi_group_size", AFFINE_GROUPS)
-    residual = integer(config, "residual_length", 1)
-    if residual % config.kivi_group_size:
-        raise refuse(
-            "residual_length", residual, f"a multiple of kivi_group_size={config.kivi_group_size}"
-        )
+    _whole_groups(config, "kivi_group_size")
     unused(config, NO_OUTLIERS)
+
+
+def _whole_groups(config: KVCacheConfig, group: str) -> None:
+    """An MLX group size, and a residual that is a multiple of it."""
+    one_of(config, group, AFFINE_GROUPS)
+    residual, size = integer(config, "residual_length", 1), getattr(config, group)
+    if residual % size:
+        raise refuse("residual_length", residual, f"a multiple of {group}={size}")
 
 
 def check_kivi_sink(config: KVCacheConfig) -> None:
@@ -39,6 +42,19 @@ def _no_common_width(config: KVCacheConfig) -> None:
     """Methods whose widths are options of their own take no common one."""
     bits(config, AFFINE_BITS)
     unused(config, (*NO_OUTLIERS, "bit_width_inlier"))
+
+
+def check_kitty(config: KVCacheConfig) -> None:
+    """A share of boosted channels, two widths, and the window of kivi."""
+    real(config, "kitty_hi_fraction", 0.0, 1.0)
+    one_of(config, "kitty_hi_bit", (3, 4, 8))
+    one_of(config, "kitty_lo_bit", (2, 4))
+    if config.kitty_hi_bit <= config.kitty_lo_bit:
+        raise refuse(
+            "kitty_hi_bit", config.kitty_hi_bit, f"above kitty_lo_bit={config.kitty_lo_bit}"
+        )
+    _whole_groups(config, "kitty_group_size")
+    _no_common_width(config)
 
 
 def check_skvq(config: KVCacheConfig) -> None:
@@ -58,5 +74,6 @@ def check_skvq(config: KVCacheConfig) -> None:
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "kivi": check_kivi,
     "kivi_sink": check_kivi_sink,
+    "kitty": check_kitty,
     "skvq": check_skvq,
 }
