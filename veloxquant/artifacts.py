@@ -267,7 +267,8 @@ class NpyArtifactStore(_Store):
         packed = {name: _numbers(name, value) for name, value in arrays.items()}
         text = json.dumps(meta, sort_keys=True).encode()
         data = io.BytesIO()
-        np.savez(data, **{_META: np.frombuffer(text, dtype=np.uint8)}, **packed)
+        packed[_META] = np.frombuffer(text, dtype=np.uint8)
+        np.savez(data, **packed)  # pyright: ignore[reportArgumentType] - arrays, no flag
         _replace(path, data.getvalue())
 
     def load_calibration(self, model: str, method: str) -> Calibration | None:
@@ -300,7 +301,7 @@ def _load_npy(path: Path) -> np.ndarray:
 
 
 def _load_calibration(path: Path) -> Calibration:
-    with np.load(path, allow_pickle=False) as file:
+    with path.open("rb") as handle, np.load(handle, allow_pickle=False) as file:
         meta = json.loads(file[_META].tobytes())
         if meta.pop("version", None) != CALIBRATION_VERSION:
             raise ValueError("made by another version")

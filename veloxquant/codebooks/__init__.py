@@ -1,0 +1,1 @@
+"""Scalar codebooks: documented classes over the tables of `veloxquant.math`."""

@@ -1,0 +1,53 @@
+"""Write the seeded matrices and codebooks of one head size to a folder."""
+
+import sys
+from collections.abc import Sequence
+
+from veloxquant.artifacts import NpyArtifactStore
+from veloxquant.codebooks.base import CodebookFactory
+from veloxquant.codebooks.strategies import check_bits
+from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.math.rotation import make_jl_matrix, make_rotation_matrix
+
+DISTRIBUTIONS = ("gaussian", "beta")
+
+
+def precompute(
+    head_dim: int,
+    bits: Sequence[int],
+    jl_dim: int,
+    seed: int,
+    output_dir: str,
+    distributions: Sequence[str] | None = None,
+) -> None:
+    """Write a rotation, a sketch, and one codebook for every width and distribution.
+
+    Args:
+        head_dim: length of the vectors.
+        bits: widths of the codebooks.
+        jl_dim: length of the sketch.
+        seed: of the random matrices.
+        output_dir: folder of the `NpyArtifactStore`.
+        distributions: of the codebooks, "gaussian" and "beta" by default.
+
+    Raises:
+        QuantizerConfigError: for a value out of range; nothing is written then.
+    """
+    names = DISTRIBUTIONS if distributions is None else distributions
+    if head_dim < 1 or jl_dim < 1:
+        raise QuantizerConfigError(f"head_dim={head_dim!r} and jl_dim={jl_dim!r} must be above 0")
+    for b in bits:
+        check_bits(b)
+    books = {(name, b): CodebookFactory.create(name, b, head_dim) for name in names for b in bits}  # pyright: ignore[reportArgumentType]
+    store = NpyArtifactStore(output_dir)
+    store.save_rotation_matrix(make_rotation_matrix(head_dim, seed), head_dim, seed)
+    store.save_jl_matrix(make_jl_matrix(head_dim, jl_dim, seed), head_dim, jl_dim, seed)
+    for (name, b), book in books.items():
+        store.save_codebook(book.centroids_numpy(), name, b, head_dim)
+
+
+def main() -> None:
+    """Run the documented command line of this module."""
+    from veloxquant.cli.main import main as command  # the table of commands knows the flags
+
+    sys.exit(command(["precompute", *sys.argv[1:]]))
