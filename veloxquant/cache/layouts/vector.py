@@ -1,5 +1,40 @@
 """Layouts of the methods that code vectors by codebooks of vectors."""
 
-from veloxquant.cache.layouts.base import SizeOf
+from veloxquant.cache.layouts.base import SizeOf, sizes_of
+from veloxquant.cache.plans import AtOnce, LayerPlan, Schedule, StreamPlan, Trailing
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.options import VecInferOptions
+from veloxquant.quantizers.specs.vector import VectorSpec
 
-HELD: dict[str, SizeOf] = {}
+
+def vecinfer_window(config: KVCacheConfig) -> int:
+    """Newest tokens kept exact: none unless `VecInferOptions` carries a `residual_length`.
+
+    The flat field is kivi's, and its default must not open a window here.
+    """
+    given, default = config.options, VecInferOptions()
+    if isinstance(given, VecInferOptions) and given.residual_length != default.residual_length:
+        return given.residual_length
+    return 0
+
+
+def vecinfer_plan(
+    config: KVCacheConfig, *, key_codebook: bool | None = None, value_codebook: bool | None = None
+) -> LayerPlan:
+    """Every token coded when it arrives, or when it leaves the window.
+
+    A side without a trained codebook carries a scale a token; whether there is one is read from the
+    configuration unless given.
+    """
+    window = vecinfer_window(config)
+    schedule: Schedule = Trailing(window) if window else AtOnce()
+    trained_keys = config.key_codebook is not None if key_codebook is None else key_codebook
+    trained_values = config.value_codebook is not None if value_codebook is None else value_codebook
+    keys = VectorSpec(
+        config.key_sub_dim, config.key_codebook_bits, "hadamard", scaled=not trained_keys
+    )
+    values = VectorSpec(config.value_sub_dim, config.value_codebook_bits, scaled=not trained_values)
+    return LayerPlan(StreamPlan(keys, schedule), StreamPlan(values, schedule))
+
+
+HELD: dict[str, SizeOf] = sizes_of({"vecinfer": vecinfer_plan})
