@@ -8,7 +8,7 @@ the newest too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -16,14 +16,14 @@ import numpy as np
 
 from veloxquant.cache.attend import attend, decode_range
 from veloxquant.cache.composed import ComposedCache
-from veloxquant.cache.plans import TILE_TOKENS
+from veloxquant.cache.plans import TILE_TOKENS, LayerPlan
 from veloxquant.cache.stream import Stream
 from veloxquant.cache.table import row_of
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.abstractions import KVCache
 from veloxquant.core.exceptions import CacheStateError, QuantizerConfigError
 from veloxquant.observers import notify
-from veloxquant.quantizers.base import Codec, compute_dtype
+from veloxquant.quantizers.base import compute_dtype
 from veloxquant.quantizers.sizes import LayerShape
 from veloxquant.quantizers.stored import codec_with
 
@@ -237,13 +237,13 @@ def _unpacked(stream: Stream, span: tuple[int, int], dtype: mx.Dtype) -> mx.arra
     return decode_range(stream.stores(), *span, dtype)
 
 
-def stored_codecs(config: KVCacheConfig, layer: LayerShape, specs: Sequence[Any]) -> Any:
-    """Codecs of keys and values with the artifacts of `config.store`; (None, None) without one."""
+def layer_of(config: KVCacheConfig, shape: LayerShape, plan: LayerPlan) -> ComposedCache:
+    """The streams of a plan, with the rotations, tables and sketches of `config.store`."""
     if config.store is None:
-        return None, None
-    dims = (layer.k_dim, layer.v_dim)
-    made: list[Codec] = [codec_with(config.store, s, d) for s, d in zip(specs, dims, strict=True)]
-    return tuple(made)
+        return ComposedCache(plan, shape, config.method)
+    keys = codec_with(config.store, plan.keys.spec, shape.k_dim)
+    values = codec_with(config.store, plan.values.spec, shape.v_dim)
+    return ComposedCache(plan, shape, config.method, (keys, values))
 
 
 def refuse_standalone_settings(config: KVCacheConfig) -> None:

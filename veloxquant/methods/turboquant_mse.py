@@ -10,21 +10,10 @@ randomized Hadamard transform unless a store gives a matrix; with loud channels 
 
 from veloxquant.cache.composed import ComposedCache
 from veloxquant.cache.context import LayerContext
-from veloxquant.cache.layouts.rotated import turboquant_mse_plan
-from veloxquant.cache.plans import LayerPlan
-from veloxquant.cache.standalone import (
-    StandaloneCache,
-    refuse_standalone_settings,
-    stored_codecs,
-)
+from veloxquant.cache.layouts.rotated import turboquant_mse_plan, turboquant_prod_plan
+from veloxquant.cache.standalone import StandaloneCache, layer_of, refuse_standalone_settings
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import LayerShape
-
-
-def layer_of(config: KVCacheConfig, shape: LayerShape, plan: LayerPlan) -> ComposedCache:
-    """The streams of a plan, with rotations and tables of `config.store`."""
-    codecs = stored_codecs(config, shape, (plan.keys.spec, plan.values.spec))
-    return ComposedCache(plan, shape, config.method, codecs)
 
 
 class TurboQuantKVCache(StandaloneCache):
@@ -32,7 +21,9 @@ class TurboQuantKVCache(StandaloneCache):
 
     def make_layer(self, config: KVCacheConfig, shape: LayerShape) -> ComposedCache:
         """The streams of the configured method."""
-        return layer_of(config, shape, turboquant_mse_plan(config))
+        is_mse = config.method == "turboquant_mse"
+        plan = turboquant_mse_plan(config) if is_mse else turboquant_prod_plan(config)
+        return layer_of(config, shape, plan)
 
 
 standalone = TurboQuantKVCache

@@ -10,15 +10,18 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from veloxquant.artifacts import rotation_matrix
+from veloxquant.artifacts import jl_matrix, rotation_matrix
 from veloxquant.core.exceptions import CodebookDimensionMismatch
 from veloxquant.quantizers.channel_split import ChannelSplitCodec
 from veloxquant.quantizers.codebook import CodebookCodec
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.rotation import Matrix
 from veloxquant.quantizers.sizes import CodecSpec
+from veloxquant.quantizers.sketch import GaussianSketch, SketchCodec
+from veloxquant.quantizers.sketched_codebook import SketchedCodebookCodec
 from veloxquant.quantizers.specs.channel_split import ChannelSplitSpec
 from veloxquant.quantizers.specs.codebook import CodebookSpec
+from veloxquant.quantizers.specs.sketch import SketchedCodebookSpec, SketchSpec
 
 _SYMMETRIC = 1e-3
 
@@ -39,7 +42,24 @@ def codec_with(store: Any, spec: CodecSpec, dim: int) -> Any:
         levels = stored_levels(store, spec.bits, dim) if spec.table == "flat" else None
         if basis is not None or levels is not None:
             return CodebookCodec(dim, spec, basis, levels)
+    if isinstance(spec, SketchSpec):
+        given = stored_sketch(store, dim, spec.rows or dim, spec.seed)
+        if given is not None:
+            return SketchCodec(dim, spec, given)
+    if isinstance(spec, SketchedCodebookSpec):
+        basis = stored_rotation(store, dim, spec.seed)
+        levels = stored_levels(store, spec.bits - 1, dim) if spec.bits > 1 else None
+        given = stored_sketch(store, dim, spec.rows or dim, spec.seed)
+        if basis is not None or levels is not None or given is not None:
+            return SketchedCodebookCodec(dim, spec, basis, levels, given)
     return codec_for(spec, dim)
+
+
+def stored_sketch(store: Any, dim: int, rows: int, seed: int) -> GaussianSketch | None:
+    """The sketch of this size and seed."""
+    if not store.exists("jl", d=dim, m=rows, seed=seed):
+        return None
+    return GaussianSketch(jl_matrix(dim, rows, seed, store))
 
 
 def stored_rotation(store: Any, dim: int, seed: int) -> Matrix | None:

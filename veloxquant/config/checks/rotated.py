@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.ranges import (
+    AFFINE_BITS,
     CODEBOOK_BITS,
     NO_OUTLIERS,
     bits,
@@ -13,6 +14,8 @@ from veloxquant.config.ranges import (
     refuse,
     unused,
 )
+
+MAX_SIGNS = 4096
 
 
 def check_turboquant_rvq(config: KVCacheConfig) -> None:
@@ -27,6 +30,32 @@ def check_turboquant_mse(config: KVCacheConfig) -> None:
     unused(config, ("jl_dim",))
     _outliers(config, CODEBOOK_BITS)
     _standalone(config)
+
+
+def check_turboquant_prod(config: KVCacheConfig) -> None:
+    """As turboquant_mse, with a number of signs."""
+    bits(config, CODEBOOK_BITS)
+    _signs(config)
+    _outliers(config, CODEBOOK_BITS)
+    _standalone(config)
+
+
+def check_qjl(config: KVCacheConfig) -> None:
+    """Affine bits of the values and a number of signs; signs have no width to choose."""
+    bits(config, AFFINE_BITS)
+    unused(config, ("bit_width_outlier",))
+    _signs(config)
+    _outliers(config, AFFINE_BITS)
+    _standalone(config)
+
+
+def _signs(config: KVCacheConfig) -> None:
+    """Whole bytes of signs."""
+    if config.jl_dim is None:
+        return
+    rows = integer(config, "jl_dim", 8, MAX_SIGNS)
+    if rows % 8:
+        raise refuse("jl_dim", rows, "a multiple of 8")
 
 
 def _outliers(config: KVCacheConfig, legal: tuple[int, ...]) -> None:
@@ -55,4 +84,6 @@ def _standalone(config: KVCacheConfig) -> None:
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "turboquant_rvq": check_turboquant_rvq,
     "turboquant_mse": check_turboquant_mse,
+    "turboquant_prod": check_turboquant_prod,
+    "qjl": check_qjl,
 }
