@@ -3,5 +3,37 @@
 from collections.abc import Callable
 
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.ranges import (
+    AFFINE_BITS,
+    AFFINE_GROUPS,
+    NO_OUTLIERS,
+    bits,
+    flag,
+    integer,
+    one_of,
+    real,
+    refuse,
+    unused,
+)
 
-CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {}
+MAX_DIM = 1024
+OWN_WIDTH = ("bit_width_inlier", *NO_OUTLIERS)
+"""These methods take their widths from their own options."""
+
+
+def check_gear(config: KVCacheConfig) -> None:
+    """Two to four bits, an MLX group size, a rank or a share of energy, few exact entries."""
+    bits(config, AFFINE_BITS)
+    one_of(config, "gear_bits", (2, 3, 4))
+    one_of(config, "gear_group_size", AFFINE_GROUPS)
+    if config.gear_rank is not None:
+        integer(config, "gear_rank", 0, MAX_DIM)
+    share = real(config, "gear_energy_threshold", 0, 1, open_low=True)
+    if share == 1:
+        raise refuse("gear_energy_threshold", config.gear_energy_threshold, "below 1")
+    real(config, "gear_sparse_fraction", 0, 0.1)
+    flag(config, "gear_quantize_values")
+    unused(config, OWN_WIDTH)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"gear": check_gear}

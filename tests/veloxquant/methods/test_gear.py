@@ -1,0 +1,174 @@
+"""gear: what corrections gain, what they cost, and that nothing hangs on how a prompt is cut."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from cache_lab import (
+    Tokens,
+    attend,
+    feed,
+    held_rows,
+    new_cache,
+    random_tokens,
+    same,
+    same_state,
+    shape_of,
+    worst,
+)
+
+from veloxquant.cache.table import held
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.options import GEAROptions
+from veloxquant.quantizers.codecs import codec_for
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
+
+C = 128
+
+
+def cache_of(tokens: Tokens, **options: Any) -> Any:
+    config = KVCacheConfig(method="gear", options=GEAROptions(**options))
+    return new_cache(config, shape_of(tokens))
+
+
+def filled(tokens: Tokens, size: int = 256, **options: Any) -> Any:
+    cache = cache_of(tokens, **options)
+    feed(cache, tokens, size)
+    cache.commit()
+    return cache
+
+
+def structured(tokens: int = 512, dim: int = 128, dtype: mx.Dtype = mx.float32) -> Tokens:
+    """Rank-8 rows, noise, five loud channels."""
+    draws = mx.random.split(mx.random.key(5), 4)
+    shape = (1, 1, tokens)
+    rows = mx.random.normal((*shape, 8), key=draws[0]) @ mx.random.normal((8, dim), key=draws[1])
+    rows = rows / 2 + mx.random.normal((*shape, dim), key=draws[2])
+    loud = mx.where(mx.arange(dim) % 25 == 3, 8.0, 1.0)
+    queries = mx.random.normal((1, 2, tokens, dim), key=draws[3])
+    return Tokens(*(a.astype(dtype) for a in (queries, rows * loud, rows)))
+
+
+def error(cache: Any, tokens: Tokens) -> float:
+    keys, values = held_rows(cache)
+    lost = mx.square(keys - tokens.keys).sum() + mx.square(values - tokens.values).sum()
+    whole = mx.square(tokens.keys).sum() + mx.square(tokens.values).sum()
+    return float((lost / whole).item())
+
+
+def test_without_corrections_it_is_the_backbone() -> None:
+    tokens = random_tokens(C, seed=1)
+    keys, values = held_rows(filled(tokens, gear_rank=0, gear_sparse_fraction=0.0))
+    for spec, rows, got in (
+        (AffineChannelSpec(2, 32), tokens.keys, keys),
+        (AffineTokenSpec(2, 32), tokens.values, values),
+    ):
+        codec = codec_for(spec, 64)
+        assert same(got, codec.decode(codec.encode(rows), mx.float32))
+
+
+def test_each_correction_helps_and_both_help_most() -> None:
+    tokens = structured()
+    plain, factors, exact, both = (
+        error(filled(tokens, gear_rank=rank, gear_sparse_fraction=share), tokens)
+        for rank, share in ((0, 0.0), (4, 0.0), (0, 0.01), (4, 0.01))
+    )
+    assert both < min(factors, exact) < max(factors, exact) < plain
+    # squared errors: 15 % less in norm
+    assert both <= 0.85**2 * plain
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"gear_rank": r} for r in (0, 1, 4, 16)],
+        [{"gear_sparse_fraction": s} for s in (0.0, 0.01, 0.03, 0.1)],
+        [{"gear_bits": b} for b in (2, 3, 4)],
+    ],
+)
+def test_more_never_loses(steps: list[dict[str, Any]]) -> None:
+    tokens = structured(256, 64)
+    errors = [error(filled(tokens, **options), tokens) for options in steps]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_full_rank_gives_the_rows_back() -> None:
+    tokens = structured(128, 64)
+    cache = filled(tokens, gear_rank=64)
+    for got, true in zip(held_rows(cache), tokens[1:], strict=True):
+        assert worst(got, true) <= 1e-3 * mx.abs(true).max().item()
+    assert cache.error_recovery_ratio == pytest.approx(1, abs=1e-5)
+
+
+def test_extremes_are_exact() -> None:
+    tokens = structured(128, 64)
+    keys, values = held_rows(filled(tokens))
+    at = mx.argmax(tokens.keys, axis=2, keepdims=True)
+    highest = [mx.take_along_axis(a, at, axis=2) for a in (keys, tokens.keys)]
+    assert worst(*highest) <= 1e-5
+    at = mx.argmin(tokens.values, axis=3, keepdims=True)
+    lowest = [mx.take_along_axis(a, at, axis=3) for a in (values, tokens.values)]
+    assert worst(*lowest) <= 1e-5
+
+
+def test_attention_reads_what_it_holds() -> None:
+    tokens = structured(300)
+    cache = cache_of(tokens)
+    feed(cache, tokens.cut(0, 299), 100)
+    last = tokens.cut(299, 300)
+    out = attend(cache, last)
+    keys, values = held_rows(cache)
+    wanted = mx.fast.scaled_dot_product_attention(last.queries, keys, values, scale=128**-0.5)
+    assert worst(out, wanted) <= 1e-4
+
+
+def test_the_state_does_not_depend_on_the_pieces() -> None:
+    tokens = random_tokens(420, seed=6)
+    whole = filled(tokens, 420)
+    for size in (1, 130):
+        same_state(whole, filled(tokens, size))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_sizes_are_planned(group: int, dim: int) -> None:
+    tokens = random_tokens(1_100, seed=7, heads=1, k_dim=dim, v_dim=96, dtype=mx.bfloat16)
+    options = GEAROptions(gear_group_size=group, gear_sparse_fraction=0.02)
+    config = KVCacheConfig(method="gear", options=options)
+    cache = new_cache(config, shape_of(tokens))
+    for start in range(0, 1_100, 275):
+        cache.update_and_fetch(*tokens.cut(start, start + 275)[1:])
+    cache.commit()
+    assert cache.nbytes == held(config, shape_of(tokens), 1_100).nbytes
+
+
+def test_corrections_stay_small_beside_the_backbone() -> None:
+    """A rank picked by the energy of white noise would be nearly full."""
+    tokens = random_tokens(640, seed=8, heads=1, k_dim=128, dtype=mx.bfloat16)
+    cache = cache_of(tokens)
+    cache.update_and_fetch(*tokens[1:])
+    cache.commit()
+    assert cache.effective_compression_ratio > 3
+    assert cache.compressed_key_bytes < 1.6 * cache.base_only_key_bytes
+    assert cache.compressed_value_bytes < 1.6 * cache.base_only_value_bytes
+    assert 0 < cache.error_recovery_ratio < 1
+
+
+def test_statistics_go_back_with_the_tokens() -> None:
+    tokens, other = random_tokens(256, seed=9), random_tokens(256, seed=10)
+    cache = filled(tokens)
+    ratio = filled(tokens.cut(0, 128)).error_recovery_ratio
+    assert cache.trim(128) == 128
+    assert cache.error_recovery_ratio == pytest.approx(ratio)
+    feed(cache, other)
+    keys, _ = held_rows(cache)
+    assert worst(keys[:, :, 128:], other.keys) < 4
+
+
+def test_values_may_stay_exact_and_are_counted_as_such() -> None:
+    tokens = random_tokens(300, seed=11)
+    cache = filled(tokens, gear_quantize_values=False)
+    assert same(held_rows(cache)[1], tokens.values)
+    assert cache.compressed_value_bytes == cache.base_only_value_bytes == 0
+    assert cache.value_fp16_bytes >= tokens.values.nbytes
+    assert cache.compressed_key_bytes + cache.residual_fp16_bytes == cache.nbytes

@@ -1,0 +1,71 @@
+"""Corrected groups, transformed components, chunks of integer codes."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from veloxquant.quantizers.sizes import CodecSpec
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
+
+ENERGY_BYTES = 8
+
+
+@dataclass(frozen=True)
+class CorrectedSpec(CodecSpec):
+    """Affine groups, plus low-rank factors of their error and a few exact entries, by blocks.
+
+    `rank` is that of each block of `block_tokens`, None for the one that `energy` asks for. With
+    `fraction` above 0 the extremes of each coded vector are kept apart: of a channel's tokens in a
+    block where groups run along tokens, of a token's channels otherwise.
+    Source: GEAR (arXiv 2403.05527).
+    """
+
+    base: AffineChannelSpec | AffineTokenSpec
+    block_tokens: int
+    rank: int | None
+    energy: float
+    fraction: float
+    name = "corrected"
+    codec = "veloxquant.quantizers.corrected:CorrectedCodec"
+    token_local = False
+
+    @property
+    def block(self) -> int:
+        """Tokens that share low-rank factors."""
+        return self.block_tokens
+
+    @property
+    def along_tokens(self) -> bool:
+        """Whether coded vectors are channels rather than tokens."""
+        return isinstance(self.base, AffineChannelSpec)
+
+    def rank_for(self, dim: int) -> int:
+        """Rank of every block.
+
+        Rounding errors are nearly white, and of white noise r of `dim` directions hold about
+        r/dim of the energy: a large share would take as much room as the rows. Hence the cap.
+        """
+        if self.rank is not None:
+            return min(self.rank, dim)
+        return max(1, min(dim // 32, ceil(self.energy * dim)))
+
+    def vector(self, dim: int) -> int:
+        """Entries of a coded vector."""
+        return self.block_tokens if self.along_tokens else dim
+
+    def slots(self, dim: int) -> int:
+        """Exact entries of each coded vector."""
+        return 2 * ceil(self.fraction * self.vector(dim) / 2) if self.fraction > 0 else 0
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of a store with capacity for `tokens`, a multiple of the block."""
+        blocks, rank = tokens // self.block_tokens, self.rank_for(dim)
+        out = self.base.nbytes(tokens, dim, itemsize) + rank * itemsize * (tokens + blocks * dim)
+        if rank:
+            out += ENERGY_BYTES * blocks
+        vectors = blocks * dim if self.along_tokens else tokens
+        index = 1 if self.vector(dim) <= 256 else 2
+        return out + vectors * self.slots(dim) * (itemsize + index)
+
+    def describe(self) -> str:
+        """Short name for tables."""
+        return f"{self.base.describe()} corrected"
