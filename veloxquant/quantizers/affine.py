@@ -88,14 +88,15 @@ class AffineTokenCodec(Shared):
         self.width = spec.padded(dim)
         self.axes = {name: TokenAxis(2) for name in ("w", "s", "b")}
 
-    def encode(self, x: mx.array) -> Packed:
-        """Pack (B, H, n, D) for any n; every token alone."""
+    def encode(self, x: mx.array, dtype: mx.Dtype | None = None) -> Packed:
+        """Pack (B, H, n, D) for any n; every token alone. Scales in `dtype`, else as `x`."""
+        dtype = dtype or x.dtype
         bits, group, minmax = self.spec.bits, self.spec.group, self.spec.minmax
         padded, packed = _pad_last(x, self.width), None
         if bits != _MLX_ENCODER_BITS or minmax:
-            packed = encode.affine(padded, bits, group, x.dtype, along_tokens=False)
+            packed = encode.affine(padded, bits, group, dtype, along_tokens=False)
         if packed is None:
-            packed = affine_encode(padded, bits, group, x.dtype, minmax=minmax)
+            packed = affine_encode(padded, bits, group, dtype, minmax=minmax)
         return packed
 
     def _matmul(self, x: mx.array, packed: Packed, *, transpose: bool) -> mx.array:
