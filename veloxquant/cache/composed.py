@@ -59,10 +59,8 @@ class ComposedCache(LayerCache):
     # ---- counters of the documents ------------------------------------------------------
 
     def _side_bytes(self, stream: Stream, *, packed: bool) -> int:
-        coded = stream.coded_stores()
+        coded = () if isinstance(stream.plan.spec, PlainSpec) else stream.coded_stores()
         stores = coded if packed else [s for s in stream.all_stores() if s not in coded]
-        if packed and isinstance(stream.plan.spec, PlainSpec):
-            return 0
         return sum(store.nbytes for store in stores)
 
     @property

@@ -1,13 +1,21 @@
 """Layouts of the methods that code tokens by class or by age."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from veloxquant.cache.layouts.base import SizeOf, sizes_of
+from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
 from veloxquant.cache.plans import LayerPlan, StreamPlan, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.quantizers.sizes import BODY_STEP, WINDOW_STEP, CodecSpec, store_bytes
+from veloxquant.quantizers.sizes import BODY_STEP, WINDOW_STEP, CodecSpec, round_up, store_bytes
+from veloxquant.quantizers.specs.affine import AffineChannelSpec
 from veloxquant.quantizers.specs.plain import PlainSpec
-from veloxquant.quantizers.specs.tiered import NestedChannelSpec, NestedTokenSpec
+from veloxquant.quantizers.specs.tiered import (
+    ClassedSpec,
+    NestedChannelSpec,
+    NestedTokenSpec,
+    ScaledTokenSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -55,4 +63,22 @@ def age_tiered_plan(config: KVCacheConfig) -> LayerPlan:
     return LayerPlan(side(NestedChannelSpec), side(NestedTokenSpec))
 
 
-HELD: dict[str, SizeOf] = sizes_of({"age_tiered": age_tiered_plan})
+def zipcache_plan(config: KVCacheConfig) -> LayerPlan:
+    """Blocks of four groups in a salient class and the rest; values without groups of tokens."""
+    group = config.zipcache_group_size
+    size = 4 * group
+    salient = round_up(math.ceil(config.zipcache_hi_fraction * size), group)
+    counts = (salient, size - salient)
+    widths = (config.zipcache_hi_bits, config.zipcache_lo_bits)
+
+    def side(formats: Iterable[CodecSpec]) -> StreamPlan:
+        classes = tuple(zip(counts, formats, strict=True))
+        return StreamPlan(ClassedSpec(size, classes), WholeBlocks(size))
+
+    keys = side(AffineChannelSpec(width, group) for width in widths)
+    if not config.zipcache_quantize_values:
+        return LayerPlan(keys, everything(PlainSpec()))
+    return LayerPlan(keys, side(ScaledTokenSpec(width, size) for width in widths))
+
+
+HELD: dict[str, SizeOf] = sizes_of({"age_tiered": age_tiered_plan, "zipcache": zipcache_plan})

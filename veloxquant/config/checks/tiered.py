@@ -9,8 +9,10 @@ from veloxquant.config.ranges import (
     AFFINE_GROUPS,
     NO_OUTLIERS,
     bits,
+    flag,
     integer,
     one_of,
+    real,
     refuse,
     unused,
 )
@@ -37,4 +39,21 @@ def check_age_tiered(config: KVCacheConfig) -> None:
     unused(config, OWN_WIDTHS)
 
 
-CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"age_tiered": check_age_tiered}
+def check_zipcache(config: KVCacheConfig) -> None:
+    """Two widths in order, a share, whole groups."""
+    for field in ("zipcache_hi_bits", "zipcache_lo_bits"):
+        one_of(config, field, AFFINE_BITS[1:])
+    high = config.zipcache_hi_bits
+    if config.zipcache_lo_bits >= high:
+        raise refuse("zipcache_lo_bits", config.zipcache_lo_bits, f"below zipcache_hi_bits={high}")
+    real(config, "zipcache_hi_fraction", 0, 1)
+    one_of(config, "zipcache_group_size", AFFINE_GROUPS)
+    flag(config, "zipcache_quantize_values")
+    bits(config, AFFINE_BITS)
+    unused(config, OWN_WIDTHS)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
+    "age_tiered": check_age_tiered,
+    "zipcache": check_zipcache,
+}

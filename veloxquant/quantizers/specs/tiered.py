@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from veloxquant.quantizers.sizes import CodecSpec
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 
 
@@ -24,3 +25,98 @@ class NestedTokenSpec(AffineTokenSpec):
     chain: tuple[int, ...] = ()
     name = "nested_token"
     codec = "veloxquant.quantizers.nested:NestedTokenCodec"
+
+
+def widest_group(dim: int, bits: int) -> int:
+    """Channels of a group with which a token of `dim` channels takes the fewest bytes."""
+
+    def cost(group: int) -> int:
+        return AffineTokenSpec(bits, group).nbytes(1, dim, 2)
+
+    return min((128, 64, 32), key=cost)
+
+
+@dataclass(frozen=True)
+class ScaledTokenSpec(CodecSpec):
+    """Affine rows divided by a factor a channel, which is fitted to `first` tokens.
+
+    With equal ranges one scale can serve many channels: groups are as wide as `dim` allows.
+    Source: ZipCache (arXiv 2405.14256), channel-separable token-wise quantization.
+    """
+
+    bits: int
+    first: int
+    name = "scaled_token"
+    codec = "veloxquant.quantizers.scaled:ScaledTokenCodec"
+
+    @property
+    def fit_tokens(self) -> int:
+        """Tokens whose extremes give the factors."""
+        return self.first
+
+    def affine(self, dim: int) -> AffineTokenSpec:
+        """Format of the divided rows."""
+        return AffineTokenSpec(self.bits, widest_group(dim, self.bits))
+
+    def constant_nbytes(self, dim: int, itemsize: int) -> int:
+        """Bytes of the factors of one head."""
+        return dim * itemsize
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of a store with capacity for `tokens`."""
+        rows = self.affine(dim).nbytes(tokens, dim, itemsize)
+        return rows + self.constant_nbytes(dim, itemsize)
+
+    def describe(self) -> str:
+        """Short name for tables."""
+        return f"{self.bits} bit/token"
+
+
+@dataclass(frozen=True)
+class ClassedSpec(CodecSpec):
+    """Blocks of `size` tokens in classes of fixed sizes, each class in a format of its own.
+
+    `classes` holds (tokens of a block, format), the most precise first. Which token is in which
+    class is stored in `map_bits` a token. Constants are fitted once and shared by the classes.
+    """
+
+    size: int
+    classes: tuple[tuple[int, CodecSpec], ...]
+    name = "classed"
+    codec = "veloxquant.quantizers.classed:ClassedCodec"
+    token_local = False
+
+    @property
+    def block(self) -> int:
+        """Tokens that are sorted into classes together."""
+        return self.size
+
+    @property
+    def fit_tokens(self) -> int:
+        """First tokens that shared constants are fitted to."""
+        return max(spec.fit_tokens for _, spec in self.classes)
+
+    @property
+    def map_bits(self) -> int:
+        """Bits of a class number."""
+        return 1 if len(self.classes) == 2 else 2
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of a store with capacity for `tokens`, a multiple of the block."""
+        total, shared = tokens * self.map_bits // 8, 0
+        for count, spec in self.classes:
+            constants = _constant_nbytes(spec, dim, itemsize)
+            if count:
+                total += spec.nbytes(tokens // self.size * count, dim, itemsize) - constants
+            shared = max(shared, constants)
+        return total + shared
+
+    def describe(self) -> str:
+        """Short name for tables."""
+        parts = (f"{n}/{self.size} at {spec.describe()}" for n, spec in self.classes if n)
+        return ", ".join(parts)
+
+
+def _constant_nbytes(spec: CodecSpec, dim: int, itemsize: int) -> int:
+    count = getattr(spec, "constant_nbytes", None)
+    return count(dim, itemsize) if count else 0
