@@ -205,7 +205,7 @@ _ROWS = (
          "Leverage scores of keys and values", "CurDKV, arXiv 2509.15038"),
     _row("nestedkv", "eviction", NestedKVOptions, "none", "until_evicted", "none", 1, "planned",
          "Anomaly at several scales, heads compete", "NestedKV, arXiv 2605.26678"),
-    _row("amc", "hybrid", AMCOptions, "none", "lossy", "optional", 1, "planned",
+    _row("amc", "hybrid", AMCOptions, "none", "lossy", "optional", 1, "ready",
          "Saliency tiers of rank and bits", "library design"),
     _row("a2ats", "hybrid", A2ATSOptions, "all", "lossy", "optional", 1, "planned",
          "Position-free vector codes with retrieval", "A2ATS, arXiv 2502.12665"),

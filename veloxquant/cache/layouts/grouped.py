@@ -10,8 +10,10 @@ from veloxquant.cache.plans import (
     WholeBlocks,
 )
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.quantizers.sizes import WINDOW_STEP
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 from veloxquant.quantizers.specs.grouped import BoostedSpec, PermutedSpec, fit_length
+from veloxquant.quantizers.specs.nuq import NuqChannelSpec, NuqTokenSpec
 
 
 def kivi_plan(config: KVCacheConfig, n_sink: int = 0) -> LayerPlan:
@@ -39,6 +41,23 @@ def kitty_plan(config: KVCacheConfig) -> LayerPlan:
     )
 
 
+KVQUANT_FIT = 64
+"""Least tokens that kvquant fits its levels to."""
+
+
+def kvquant_plan(config: KVCacheConfig) -> LayerPlan:
+    """Everything behind the sinks coded with the levels of the first tokens, or of its block."""
+    group, refit = config.kvquant_group_size, config.kvquant_refit_interval
+    fit = max(group, KVQUANT_FIT)
+    sweeps, share = config.kvquant_lloyd_iters, config.kvquant_outlier_fraction
+    common = (config.kvquant_bits, sweeps, share, fit, refit)
+    schedule = WholeBlocks(refit) if refit else After(fit, WholeBlocks(WINDOW_STEP))
+    return LayerPlan(
+        StreamPlan(NuqChannelSpec(*common), schedule, config.kvquant_n_sink),
+        StreamPlan(NuqTokenSpec(*common, group), schedule, config.kvquant_n_sink),
+    )
+
+
 def skvq_plan(config: KVCacheConfig) -> LayerPlan:
     """Tokens reordered and clipped once they leave the window, fitted to the first one."""
     window, fit = config.skvq_window, fit_length(config.skvq_window)
@@ -56,5 +75,11 @@ def skvq_plan(config: KVCacheConfig) -> LayerPlan:
 
 
 HELD: dict[str, SizeOf] = sizes_of(
-    {"kivi": kivi_plan, "kivi_sink": kivi_sink_plan, "skvq": skvq_plan, "kitty": kitty_plan}
+    {
+        "kivi": kivi_plan,
+        "kivi_sink": kivi_sink_plan,
+        "kitty": kitty_plan,
+        "kvquant": kvquant_plan,
+        "skvq": skvq_plan,
+    }
 )

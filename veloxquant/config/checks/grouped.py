@@ -57,6 +57,16 @@ def check_kitty(config: KVCacheConfig) -> None:
     _no_common_width(config)
 
 
+def check_kvquant(config: KVCacheConfig) -> None:
+    """Few bits, a small share of outliers, a value group, sweeps, blocks and sinks."""
+    one_of(config, "kvquant_bits", (2, 3, 4))
+    real(config, "kvquant_outlier_fraction", 0.0, 0.1)
+    one_of(config, "kvquant_group_size", AFFINE_GROUPS)
+    for field in ("kvquant_lloyd_iters", "kvquant_refit_interval", "kvquant_n_sink"):
+        integer(config, field, 0)
+    _no_common_width(config)
+
+
 def check_skvq(config: KVCacheConfig) -> None:
     """Widths of keys and values, a group, exact tokens on both ends, a clip factor."""
     for field in ("skvq_bits_key", "skvq_bits_value"):
@@ -75,5 +85,6 @@ CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "kivi": check_kivi,
     "kivi_sink": check_kivi_sink,
     "kitty": check_kitty,
+    "kvquant": check_kvquant,
     "skvq": check_skvq,
 }

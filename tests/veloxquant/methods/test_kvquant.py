@@ -1,0 +1,112 @@
+"""kvquant: exact sinks, one fit for any chunking, tables by block, bytes of the formula."""
+
+import mlx.core as mx
+import pytest
+from cache_lab import feed, held_rows, new_cache, random_tokens, same, same_state, shape_of, worst
+
+from veloxquant.cache.table import held
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.options import KVQuantOptions
+from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.quantizers.sizes import LayerShape
+
+
+def config_of(**fields) -> KVCacheConfig:
+    return KVCacheConfig(method="kvquant", options=KVQuantOptions(**fields))
+
+
+def cache_of(tokens, **fields):
+    return new_cache(config_of(**fields), shape_of(tokens))
+
+
+@pytest.mark.parametrize("total", [1, 3, 64, 66, 67, 98, 200])
+def test_sinks_and_what_waits_are_the_input(total: int) -> None:
+    tokens = random_tokens(total, seed=1, heads=1)
+    cache = cache_of(tokens, kvquant_n_sink=3)
+    feed(cache, tokens, 50)
+    cache.commit()
+    sinks = min(total, 3)
+    coded = 0 if total < 67 else (total - 3) // 32 * 32
+    assert cache.sink_kept == sinks
+    for got, true in zip(held_rows(cache), tokens[1:], strict=True):
+        assert same(got[:, :, :sinks], true[:, :, :sinks])
+        assert same(got[:, :, sinks + coded :], true[:, :, sinks + coded :])
+        if coded:
+            assert worst(got, true) > 1e-3
+
+
+@pytest.mark.parametrize("refit", [0, 48])
+def test_the_fit_does_not_depend_on_the_pieces(refit: int) -> None:
+    tokens = random_tokens(230, seed=2, batch=2)
+    caches = []
+    for size in (1, 7, 64, 230):
+        caches.append(cache_of(tokens, kvquant_refit_interval=refit))
+        feed(caches[-1], tokens, size)
+    for other in caches[1:]:
+        same_state(caches[0], other)
+
+
+def test_rows_of_a_batch_do_not_meet() -> None:
+    tokens = random_tokens(200, seed=3, batch=2)
+    both, second = cache_of(tokens), cache_of(tokens.row(1))
+    feed(both, tokens)
+    feed(second, tokens.row(1))
+    both.commit()
+    second.commit()
+    for a, b in zip(held_rows(both), held_rows(second), strict=True):
+        assert worst(a[1:], b) < 1e-6
+
+
+def test_what_is_told() -> None:
+    tokens = random_tokens(200, seed=4)
+    cache = cache_of(tokens, kvquant_outlier_fraction=0.05)
+    assert cache.key_levels is None
+    assert cache.outlier_count == 0
+    feed(cache, tokens)
+    cache.commit()
+    assert cache.nuq_bits == 3
+    assert cache.key_levels.shape == cache.value_levels.shape == (1, 2, 1, 8)
+    assert (cache.key_levels[..., 1:] >= cache.key_levels[..., :-1]).all().item()
+    assert cache.key_outlier_thresh.shape == (1, 2, 1, 64)
+    assert cache.outlier_count == 2 * 2 * 4 * 192
+    assert cache.effective_bits == pytest.approx(16 * cache.nbytes / cache.full_bytes())
+
+
+def test_blocks_are_fitted_again() -> None:
+    tokens = random_tokens(300, seed=5, dtype=mx.bfloat16)
+    cache = cache_of(tokens, kvquant_refit_interval=100)
+    feed(cache, tokens)
+    cache.commit()
+    assert cache.keys_stream.body.length == 200
+    config = config_of(kvquant_refit_interval=100)
+    assert cache.nbytes == held(config, shape_of(tokens), 300).nbytes
+    assert not mx.array_equal(cache.key_levels[:, :, 0], cache.key_levels[:, :, 1]).item()
+
+
+def test_trimmed_below_the_fit_and_fed_again() -> None:
+    tokens, other = random_tokens(200, seed=6), random_tokens(200, seed=7, factor=3.0)
+    cache, fresh = cache_of(tokens), cache_of(tokens)
+    feed(cache, tokens)
+    cache.trim(199)
+    feed(cache, other)
+    feed(fresh, tokens.cut(0, 1).then(other), 100)
+    same_state(cache, fresh)
+
+
+def test_bytes_of_the_default() -> None:
+    """124 bytes a token by the formula; the sink, constants and growth steps on top."""
+    size = held(config_of(), LayerShape(1, 1, 128, 128), 4_096).nbytes
+    assert 124 * 4_096 <= size <= 1.05 * 124 * 4_096
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kvquant_bits", 1), ("kvquant_bits", 5), ("kvquant_outlier_fraction", 0.11),
+        ("kvquant_outlier_fraction", -0.01), ("kvquant_group_size", 16),
+        ("kvquant_lloyd_iters", -1), ("kvquant_refit_interval", -1), ("kvquant_n_sink", -1),
+    ],
+)  # fmt: skip
+def test_out_of_range(field: str, value: object) -> None:
+    with pytest.raises(QuantizerConfigError, match=f"{field}={value}"):
+        cache_of(random_tokens(1), **{field: value})

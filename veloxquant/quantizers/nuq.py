@@ -1,0 +1,227 @@
+"""Unequally spaced levels on normalised entries, outliers exact: the format of kvquant.
+
+Keys are normalised channel by channel with ranges that the table fixes, values token by token in
+groups of channels; one table of levels serves a head. Ranges are those of the inliers; the largest
+entries of a token, measured by its ranges, are stored as differences in slots of the token.
+Source: KVQuant (arXiv 2401.18079), sections 3.1 to 3.5. Differs: levels and ranges are fitted to
+the first tokens of each head, and outliers counted by token, so that rows can be cut anywhere.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from veloxquant.dsa.mlx_pack import pack
+from veloxquant.quantizers.base import Packed, Shared, TokenAxis
+from veloxquant.quantizers.levels import codes_of, lloyd_levels, looked_up, nearest
+from veloxquant.quantizers.sizes import round_up
+from veloxquant.quantizers.sparse import corrected, largest, mark, missed
+from veloxquant.quantizers.specs.grouped import index_bytes
+from veloxquant.quantizers.specs.nuq import NuqChannelSpec, NuqSpec, NuqTokenSpec
+
+_TILE = 1024
+_TINY = 1e-30
+
+
+def _ratio(x: mx.array, unit: mx.array) -> mx.array:
+    """How many units `x` is, 0 where the unit is 0."""
+    return mx.where(unit > 0, x / mx.maximum(unit, _TINY), 0.0)
+
+
+def _median(x: mx.array) -> mx.array:
+    """Upper median over the tokens of (B, H, tables, N, D), with the axis kept."""
+    half = x.shape[3] // 2
+    return mx.sort(x, axis=3)[:, :, :, half : half + 1]
+
+
+def _span(x: mx.array, out: mx.array, middle: mx.array, axis: int) -> tuple[mx.array, mx.array]:
+    """Middle and half of the range of the entries that are not `out`, along an axis that stays."""
+    low = mx.where(out, mx.inf, x).min(axis=axis, keepdims=True)
+    high = mx.where(out, -mx.inf, x).max(axis=axis, keepdims=True)
+    some = low <= high
+    return mx.where(some, high / 2 + low / 2, middle), mx.where(some, high / 2 - low / 2, 0.0)
+
+
+class _NuqCodec(Shared):
+    """What keys and values share; rows are seen as (B, H, tables, tokens of a table, D).
+
+    `w` (B, H, T, words), slots `v` (B, H, T, slots) and their channels `i`; of each table `levels`
+    (B, H, tables, 2^bits) fp32. One table is a constant of the store, more lie along its tokens.
+    """
+
+    def __init__(self, dim: int, spec: NuqSpec) -> None:
+        self.dim, self.spec = dim, spec
+        self.lanes, self.count = spec.lanes(dim), spec.slots(dim)
+        self._index = mx.uint8 if index_bytes(dim) == 1 else mx.uint16
+        names = ("w", "v", "i") if self.count else ("w",)
+        self.axes = {name: TokenAxis(2) for name in names}
+        if spec.refit:
+            self.axes |= {name: TokenAxis(2, 1, spec.refit) for name in self.constants}
+
+    constants: tuple[str, ...] = ("levels",)
+
+    # ---- what differs -------------------------------------------------------------------
+
+    def _learn(self, x: mx.array, dtype: mx.Dtype) -> Packed:
+        """Constants of fp32 rows (B, H, tables, N, D)."""
+        raise NotImplementedError
+
+    def _normal(self, x: mx.array, fitted: Packed, dtype: mx.Dtype) -> tuple[Any, ...]:
+        """Middles and half ranges that go with fp32 rows, and arrays to store of them."""
+        raise NotImplementedError
+
+    def _scaled(self, t: mx.array, packed: Packed, tables: int) -> mx.array:
+        """Levels (B, H, tables, N, lanes) times their ranges: (B, H, tables, N, D)."""
+        raise NotImplementedError
+
+    # ---- coding -------------------------------------------------------------------------
+
+    def _wide(self, a: mx.array, tables: int) -> mx.array:
+        batch, heads, n, *rest = a.shape
+        return a.reshape(batch, heads, tables, n // tables, *rest)
+
+    def fit(self, x: mx.array) -> Packed:
+        """The table for rows (B, H, n, D)."""
+        return self._learn(x.astype(mx.float32)[:, :, None], x.dtype)
+
+    def encode(self, x: mx.array) -> Packed:
+        """Pack (B, H, n, D), n a multiple of the block, each with a table of its own."""
+        wide = self._wide(x.astype(mx.float32), x.shape[2] // self.spec.block)
+        fitted = self._learn(wide, x.dtype)
+        return {**self._coded(wide, fitted, x.dtype), **fitted}
+
+    def encode_fitted(self, x: mx.array, fitted: Packed) -> Packed:
+        """Pack (B, H, n, D) with the table of the store; every token alone."""
+        return self._coded(x.astype(mx.float32)[:, :, None], fitted, x.dtype)
+
+    def _coded(self, x: mx.array, fitted: Packed, dtype: mx.Dtype) -> Packed:
+        batch, heads, tables, n, _ = x.shape
+        middle, half, kept = self._normal(x, fitted, dtype)
+        levels = fitted["levels"][..., None, :]
+        codes = nearest(_ratio(x - middle, half), levels)
+        missing = self.lanes - self.dim
+        words = pack(
+            mx.pad(codes, [(0, 0)] * 4 + [(0, missing)]) if missing else codes, self.spec.bits
+        )
+        out: Packed = {"w": words}
+        if self.count:
+            coded = looked_up(codes, levels) * half + middle
+            at = largest(mx.abs(x - middle) / mx.maximum(half, _TINY), self.count)
+            out |= {"v": missed(x, coded, at, dtype), "i": at.astype(self._index)}
+        return {k: a.reshape(batch, heads, tables * n, -1) for k, a in (out | kept).items()}
+
+    def _rows(self, packed: Packed) -> mx.array:
+        """Rows (B, H, T, D) in fp32."""
+        batch, heads, n, _ = packed["w"].shape
+        tables = packed["levels"].shape[2]
+        codes = codes_of(packed["w"], self.spec.bits, self.lanes)
+        levels = packed["levels"][..., None, :]
+        rows = self._scaled(looked_up(self._wide(codes, tables), levels), packed, tables)
+        rows = rows.reshape(batch, heads, n, self.dim)
+        return corrected(rows, packed["i"], packed["v"]) if self.count else rows
+
+    def _tiles(self, packed: Packed) -> list[tuple[int, Packed]]:
+        """Ranges of tokens whose unpacked rows stay in cache: their number and their arrays."""
+        n, step = packed["w"].shape[2], round_up(_TILE, self.spec.block)
+        out = []
+        for start in range(0, n, step):
+            stop = min(start + step, n)
+            cut = {k: packed[k][:, :, p.at(start) : p.at(stop)] for k, p in self.axes.items()}
+            out.append((stop - start, {**packed, **cut}))
+        return out
+
+    # ---- products -----------------------------------------------------------------------
+
+    def scores(self, q: mx.array, packed: Packed) -> mx.array:
+        """q·Kᵀ, unpacked tile by tile."""
+        out = [q @ self.decode(t, q.dtype).swapaxes(-1, -2) for _, t in self._tiles(packed)]
+        return out[0] if len(out) == 1 else mx.concatenate(out, axis=-1)
+
+    def mix(self, w: mx.array, packed: Packed) -> mx.array:
+        """w·V, unpacked tile by tile."""
+        out, start = mx.zeros((), dtype=w.dtype), 0
+        for n, tile in self._tiles(packed):
+            out = out + w[..., start : start + n] @ self.decode(tile, w.dtype)
+            start += n
+        return out
+
+    def native(self, packed: Packed, start: int, stop: int) -> None:
+        """The compiled kernel has no such form."""
+        del packed, start, stop
+
+    def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
+        """Rows (B, H, T, D)."""
+        return self._rows(packed).astype(dtype)
+
+
+class NuqChannelCodec(_NuqCodec):
+    """Keys: `off` and `rng` (B, H, tables, D), middle and half range of each channel."""
+
+    spec: NuqChannelSpec
+    constants = ("off", "rng", "levels")
+
+    def _learn(self, x: mx.array, dtype: mx.Dtype) -> Packed:
+        away = mx.abs(x - _median(x))
+        # Medians, because one huge entry must not make the others of its channel look small.
+        out = mark(_ratio(away, _median(away)), self.count)
+        off, rng = (a.astype(dtype) for a in _span(x, out, _median(x), 3))
+        t = _ratio(x - off.astype(mx.float32), rng.astype(mx.float32))
+        t = mx.where(out, 0.0, t).reshape(*x.shape[:3], -1)
+        levels = lloyd_levels(t, self.spec.bits, self.spec.sweeps)
+        return {"off": off.squeeze(3), "rng": rng.squeeze(3), "levels": levels}
+
+    def _normal(self, x: mx.array, fitted: Packed, dtype: mx.Dtype) -> tuple[Any, ...]:
+        del x, dtype
+        off, rng = (fitted[k].astype(mx.float32)[..., None, :] for k in ("off", "rng"))
+        return off, rng, {}
+
+    def _scaled(self, t: mx.array, packed: Packed, tables: int) -> mx.array:
+        del tables
+        off, rng = (packed[k].astype(mx.float32)[..., None, :] for k in ("off", "rng"))
+        return t[..., : self.dim] * rng + off
+
+
+class NuqTokenCodec(_NuqCodec):
+    """Values: `off` and `rng` (B, H, T, groups), middle and half range of channels of a token."""
+
+    spec: NuqTokenSpec
+
+    def __init__(self, dim: int, spec: NuqTokenSpec) -> None:
+        super().__init__(dim, spec)
+        self.groups = self.lanes // spec.group
+        self.axes |= {"off": TokenAxis(2), "rng": TokenAxis(2)}
+
+    def _ranges(self, x: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+        """Outliers, and middle and half range of each group as they are stored."""
+        middle = x.mean(axis=-1, keepdims=True)
+        out = mark(mx.abs(x - middle), self.count)
+        missing = self.lanes - self.dim
+        wide, masked = x, out
+        if missing:
+            edge = [(0, 0)] * 4 + [(0, missing)]
+            wide, masked = mx.pad(x, edge), mx.pad(out, edge, constant_values=True)
+        shape = (*x.shape[:-1], self.groups, self.spec.group)
+        off, rng = _span(wide.reshape(shape), masked.reshape(shape), middle[..., None], -1)
+        return out, off.squeeze(-1).astype(dtype), rng.squeeze(-1).astype(dtype)
+
+    def _each(self, a: mx.array) -> mx.array:
+        """Groups (..., groups) as channels (..., D) in fp32."""
+        return mx.repeat(a.astype(mx.float32), self.spec.group, axis=-1)[..., : self.dim]
+
+    def _learn(self, x: mx.array, dtype: mx.Dtype) -> Packed:
+        out, off, rng = self._ranges(x, dtype)
+        t = mx.where(out, 0.0, _ratio(x - self._each(off), self._each(rng)))
+        t = t.reshape(*x.shape[:3], -1)
+        return {"levels": lloyd_levels(t, self.spec.bits, self.spec.sweeps)}
+
+    def _normal(self, x: mx.array, fitted: Packed, dtype: mx.Dtype) -> tuple[Any, ...]:
+        del fitted
+        _, off, rng = self._ranges(x, dtype)
+        return self._each(off), self._each(rng), {"off": off, "rng": rng}
+
+    def _scaled(self, t: mx.array, packed: Packed, tables: int) -> mx.array:
+        grouped = t.reshape(*t.shape[:-1], self.groups, self.spec.group)
+        off, rng = (
+            self._wide(packed[k], tables).astype(mx.float32)[..., None] for k in ("off", "rng")
+        )
+        return (grouped * rng + off).reshape(t.shape)[..., : self.dim]
