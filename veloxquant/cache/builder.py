@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from veloxquant.cache.calibration import artifacts_for
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.probe import ModelPlan, native_caches, probe, replace_plain
 from veloxquant.cache.table import MethodRow, row_of
@@ -102,6 +103,7 @@ def plan_model(model: Any, config: KVCacheConfig) -> ModelPlan:
             f"Method {row.name!r} scores with the model's queries, which cannot be seen here; it "
             f"uses a score of keys alone (proxy)."
         )
+    plan.artifacts = artifacts_for(plan, config)
     return plan
 
 
@@ -128,6 +130,7 @@ def new_caches(plan: ModelPlan, config: KVCacheConfig) -> list[Any]:
             seed=config.seed,
             rope=plan.ropes.get(path),
             views=plan.returns == "views",
+            artifacts=plan.artifacts[index] if plan.artifacts else None,
         )
         cache = module.build(own, layer.shape, context)
         cache.returns = plan.returns

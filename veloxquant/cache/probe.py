@@ -6,7 +6,7 @@ attention reaches the hook. A model that takes arrays apart itself fails loudly 
 arrays instead, decoded for the call and not kept. A model that reaches into its caches keeps them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ class ModelPlan:
 
     `returns` says whether attention comes through the hook ("views") or the caches hand out arrays
     decoded for the call; `mask_axes` is the rank of the mask that such a model takes in a batch.
+    `artifacts` holds the calibration of each compressed entry, nothing without one.
     `no_batch` is the reason why sequences cannot share a batch, empty when they can. `warnings`
     are sentences for people.
     """
@@ -60,6 +61,7 @@ class ModelPlan:
     ropes: dict[Path, Any] = field(default_factory=dict)
     no_batch: str = ""
     mask_axes: int = 4
+    artifacts: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
     def compressed(self) -> int:

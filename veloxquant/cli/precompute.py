@@ -1,0 +1,226 @@
+"""`vq precompute`: fit methods to a model and keep the result, or write seeded matrices."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from veloxquant.cli import exit_codes
+from veloxquant.cli.models import pick
+from veloxquant.cli.output import CliError, envelope, result, table, talk, usage_error
+from veloxquant.cli.overrides import check_ready, parse_overrides
+from veloxquant.core.blas import preload_openblas
+from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.planning.method_settings import config_of
+
+if TYPE_CHECKING:
+    from veloxquant.cache.probe import ModelPlan
+    from veloxquant.cache.sampling import Samples
+    from veloxquant.worker.load import Loaded
+
+ROWS = 2048
+"""Tokens of each layer that fitters see."""
+SENSITIVITIES = "ratequant"
+"""The name that layer sensitivities are kept under: no method, but made from the same run."""
+_PIECE = 4000
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate a model, or without one write matrices and codebooks."""
+    if args.model is None:
+        return _matrices(args)
+    given = [name for name in args.method or [] if name != SENSITIVITIES]
+    if args.overrides and len(given) != 1:
+        usage_error("--set needs the one method it belongs to", "Add `--method NAME`.")
+    options: dict[str, dict[str, Any]] = {}
+    for name in given:
+        options[name] = parse_overrides(args.overrides, name)
+        check_ready(name)
+    model = pick(args.model)
+    text = _text(args.text)
+    preload_openblas()  # before anything imports MLX
+    loaded = _load(str(model.path))
+    started = time.monotonic()
+    plan, samples, read = _samples(loaded, text, args.tokens)
+    talk(f"Read {read:,} tokens in {time.monotonic() - started:.0f} s.")
+    about = {"model": model.name, "tokens": read, "text": Path(args.text).name if args.text else ""}
+    rows, warnings = _fit_all(plan, samples, args.method, options, about)
+    bits = _bits(samples)
+    if args.json:
+        result(envelope({"model": model.name, "calibrations": rows, "layer_bits": bits}, warnings))
+        return exit_codes.OK
+    result(table(
+        ("METHOD", "LAYERS", "ARRAYS", "KIB", "SECONDS"),
+        [(r["method"], str(r["layers"]), ", ".join(r["arrays"]), f"{r['bytes'] / 1024:.0f}",
+          f"{r['seconds']:.1f}") for r in rows],
+        right=(1, 3, 4),
+    ))  # fmt: skip
+    for warning in warnings:
+        talk(f"warning: {warning}")
+    talk(f"Kept in {rows[0]['folder']}; `vq up {model.name}` finds it by itself.")
+    if bits:
+        talk(f"Bits by layer for 2 on average: --set bit_width_inlier={','.join(map(str, bits))}")
+    return exit_codes.OK
+
+
+def _matrices(args: argparse.Namespace) -> int:
+    """The documented form: rotation, sketch and codebooks of one head size."""
+    for name in ("method", "overrides", "text"):
+        if getattr(args, name):
+            word = {"overrides": "set"}.get(name, name)
+            usage_error(f"--{word} needs a model to calibrate", "Put the model's name first.")
+    preload_openblas()
+    from veloxquant.codebooks.precompute import precompute  # imports MLX
+
+    try:
+        precompute(args.head_dim, args.bits, args.jl_dim, args.seed, args.output_dir)
+    except QuantizerConfigError as error:
+        usage_error(str(error), "See `vq precompute --help`.")
+    except OSError as error:
+        raise CliError(f"{args.output_dir}: {error.strerror}.", "Choose another folder.") from error
+    files = sorted(path.name for path in Path(args.output_dir).expanduser().glob("*.npy"))
+    if args.json:
+        result(envelope({"folder": args.output_dir, "files": files}))
+    else:
+        result("\n".join(files))
+        talk(f"Written to {args.output_dir}; use it with NpyArtifactStore({args.output_dir!r}).")
+    return exit_codes.OK
+
+
+def _text(file: str | None) -> str:
+    """The calibration text: a file of the user, or the prose that comes along."""
+    if file is None:
+        from importlib.resources import files
+
+        return files("veloxquant").joinpath("data", "prose.txt").read_text(encoding="utf-8")
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise CliError(
+            f"{file} cannot be read: {error.strerror}.", "Give a text file.", exit_codes.NOT_FOUND
+        ) from error
+    except UnicodeDecodeError as error:
+        raise CliError(f"{file} is not a text in UTF-8.", "Give a text file.") from error
+
+
+def _load(path: str) -> Loaded:
+    """The model, through the same gate as the server's."""
+    from veloxquant.worker.backend import is_cpu
+    from veloxquant.worker.faults import WorkerFault
+    from veloxquant.worker.gate import open_gate
+    from veloxquant.worker.load import load
+
+    try:
+        return load(open_gate(path), as_float32=is_cpu(), report=lambda *_: None)
+    except WorkerFault as error:
+        told = error.fault
+        raise CliError(
+            f"{told.message} {error.detail}", told.hint, exit_codes.of_fault(told.code), told.code
+        ) from error
+
+
+def tail_tokens(encode: Callable[[str], Sequence[int]], text: str, wanted: int) -> list[int]:
+    """The last `wanted` tokens of a text, encoded in pieces.
+
+    The end, because quality is measured on the beginning of the text that comes along.
+    """
+    ids: list[int] = []
+    for line in reversed(text.splitlines(keepends=True)):
+        # long lines in pieces too: tokenizers warn about more tokens than the model can read
+        for start in reversed(range(0, len(line), _PIECE)):
+            ids = [*encode(line[start : start + _PIECE]), *ids]
+        if len(ids) >= wanted:
+            break
+    return ids[-wanted:]
+
+
+def _samples(loaded: Loaded, text: str, wanted: int) -> tuple[ModelPlan, Samples, int]:
+    from veloxquant.cache.probe import probe
+    from veloxquant.cache.sampling import WINDOW, collect
+
+    def encode(piece: str) -> list[int]:
+        return list(loaded.tokenizer.encode(piece, add_special_tokens=False))
+
+    tokens = tail_tokens(encode, text, wanted)
+    try:
+        plan = probe(loaded.model)
+        samples = collect(
+            plan, tokens, ROWS, window=min(WINDOW, loaded.context or WINDOW), report=_progress
+        )
+    except QuantizerConfigError as error:
+        raise CliError(
+            f"This model cannot be calibrated: {error}", "", exit_codes.UNSUPPORTED
+        ) from error
+    return plan, samples, len(tokens)
+
+
+def _progress(done: int, total: int) -> None:
+    talk(f"  {done:,} of {total:,} tokens")
+
+
+def _fit_all(
+    plan: ModelPlan,
+    samples: Samples,
+    wanted: Sequence[str] | None,
+    options: dict[str, dict[str, Any]],
+    about: dict[str, Any],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Fit and keep; what was kept, and what could not be.
+
+    Raises:
+        CliError: when a method that was asked for cannot be fitted.
+    """
+    from veloxquant.artifacts import Calibration
+    from veloxquant.cache.calibration import fingerprint, fit_method, fitters, user_store
+
+    store, key = user_store(), fingerprint(plan.model)
+    rows: list[dict[str, Any]] = []
+    warnings: list[str] = []
+    for name in wanted or [SENSITIVITIES, *fitters()]:
+        started = time.monotonic()
+        try:
+            if name == SENSITIVITIES:
+                layers = [{"sensitivity": value} for value in _sensitivities(samples)]
+                found = Calibration(layers, {}, dict(about))
+            else:
+                config = config_of(name, options.get(name, {}), plan.shapes()[0].k_dim)
+                found = fit_method(plan, samples, config, about=about)
+            store.save_calibration(key, name, found)
+        except (QuantizerConfigError, ValueError) as error:
+            if wanted:
+                raise CliError(
+                    f"{name}: {error}", "`vq precompute MODEL` fits all that can be.",
+                    exit_codes.UNSUPPORTED, "unsupported",
+                ) from error  # fmt: skip
+            warnings.append(f"{name} was left out: {error}")
+            continue
+        except OSError as error:
+            raise CliError(f"{store.root}: {error.strerror}.", "Make room there.") from error
+        file = store.calibration_file(key, name)
+        names = {n for layer in found.layers for n in layer} | set(found.shared)
+        rows.append({
+            "method": name, "layers": len(found.layers), "arrays": sorted(names),
+            "bytes": file.stat().st_size, "seconds": round(time.monotonic() - started, 2),
+            "folder": str(file.parent),
+        })  # fmt: skip
+        talk(f"  {name}: {rows[-1]['seconds']:.1f} s")
+    return rows, warnings
+
+
+def _sensitivities(samples: Samples) -> list[float]:
+    """Mean squared key norm of each layer, the weights of RateQuant."""
+    import mlx.core as mx
+
+    found = mx.stack([mx.square(s.keys).sum(axis=-1).mean() for s in samples])
+    values: Any = found.tolist()
+    return values
+
+
+def _bits(samples: Samples) -> list[int]:
+    """Bits by layer for a mean of 2."""
+    from veloxquant.allocators.ratequant import allocate_bits_ratequant
+
+    return allocate_bits_ratequant([max(w, 1e-30) for w in _sensitivities(samples)], 2.0)
