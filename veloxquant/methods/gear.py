@@ -8,7 +8,7 @@ Source: Kang et al., GEAR, 2024, arXiv 2403.05527. Differs: blocks lie at absolu
 of one block a prompt, so the state does not depend on how a prompt was chunked.
 """
 
-import mlx.core as mx
+import numpy as np
 
 from veloxquant.cache.composed import ComposedCache
 from veloxquant.cache.context import LayerContext
@@ -42,15 +42,13 @@ class GEARKVCache(ComposedCache):
     def error_recovery_ratio(self) -> float:
         """Share of the backbone's squared rounding error that the factors take away."""
         sums = [
-            mx.sum(store.live[3]["e"], axis=(0, 1, 2))
+            np.array(store.live[3]["e"], dtype=np.float64).sum(axis=(0, 1, 2))
             for stream in (self.keys_stream, self.values_stream)
             for store in stream.coded_stores()
             if "e" in store.live[3]
         ]
-        if not sums:
-            return 0.0
-        without, remaining = (float(n) for n in sum(sums[1:], start=sums[0]).tolist())
-        return 1 - remaining / without if without > 0 else 0.0
+        without, remaining = np.sum(sums, axis=0) if sums else (0.0, 0.0)
+        return float(1 - remaining / without) if without > 0 else 0.0
 
     def _base_bytes(self, stream: Stream) -> int:
         spec = stream.plan.spec

@@ -10,7 +10,7 @@ import math
 
 import mlx.core as mx
 
-from veloxquant.quantizers import sparse
+from veloxquant.quantizers import slots
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.lowrank import low_rank
@@ -62,8 +62,8 @@ class CorrectedCodec(Shared):
         filled = x
         if self.slots:
             y = self._vectors(x)
-            index = sparse.extremes(y, self.slots)
-            filled = self._rows(sparse.fill_with_mean(y, index))
+            index = slots.extremes(y, self.slots)
+            filled = self._rows(slots.fill_with_mean(y, index))
         packed = self.base.encode(filled.astype(dtype))
         coded = self.base.decode(packed, mx.float32)
         if self.rank:
@@ -72,7 +72,7 @@ class CorrectedCodec(Shared):
         if index is not None:
             lost = mx.take_along_axis(self._vectors(x - coded), index, axis=-1)
             packed["sv"] = lost.astype(dtype)
-            packed["si"] = sparse.narrow(index, self.spec.vector(self.dim))
+            packed["si"] = slots.narrow(index, self.spec.vector(self.dim))
         return packed
 
     def _factors(self, error: mx.array, dtype: mx.Dtype) -> Packed:
@@ -103,7 +103,7 @@ class CorrectedCodec(Shared):
         if self.rank:
             rows = rows + self._product(packed)
         if self.slots:
-            exact = sparse.added(self._vectors(rows), packed["si"], packed["sv"])
+            exact = slots.added(self._vectors(rows), packed["si"], packed["sv"])
             rows = self._rows(exact)
         return rows.astype(dtype)
 
@@ -152,14 +152,14 @@ class CorrectedCodec(Shared):
 
     def _sparse_scores(self, q: mx.array, packed: Packed) -> mx.array:
         if not self.spec.along_tokens:
-            return sparse.gathered(q, packed["si"], packed["sv"])
+            return slots.gathered(q, packed["si"], packed["sv"])
         batch, heads, count = packed["si"].shape[:3]
         size = self.spec.block
         every = mx.broadcast_to(q[:, :, None], (batch, heads, count, *q.shape[2:]))
-        out = sparse.scattered(every, packed["si"], packed["sv"], size)
+        out = slots.scattered(every, packed["si"], packed["sv"], size)
         return out.swapaxes(2, 3).reshape(batch, heads, -1, count * size)
 
     def _sparse_mix(self, w: mx.array, packed: Packed) -> mx.array:
         if not self.spec.along_tokens:
-            return sparse.scattered(w, packed["si"], packed["sv"], self.dim)
-        return sparse.gathered(self._weights(w), packed["si"], packed["sv"]).sum(axis=2)
+            return slots.scattered(w, packed["si"], packed["sv"], self.dim)
+        return slots.gathered(self._weights(w), packed["si"], packed["sv"]).sum(axis=2)

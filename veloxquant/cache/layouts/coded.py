@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 
 from veloxquant.cache.layouts.base import SizeOf, sizes_of
-from veloxquant.cache.plans import LayerPlan, StreamPlan, WholeBlocks
+from veloxquant.cache.plans import After, LayerPlan, StreamPlan, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
-from veloxquant.quantizers.specs.coded import CorrectedSpec
+from veloxquant.quantizers.specs.coded import CorrectedSpec, TransformSpec
 from veloxquant.quantizers.specs.plain import PlainSpec
 
 GEAR_GROUPS = 4
 """Groups of keys that share low-rank factors: more factors than that cost too much room."""
+KVTC_SINKS = 4
+"""First tokens, whose atypical rows would spoil the covariance."""
 
 
 @dataclass(frozen=True)
@@ -41,4 +43,11 @@ def gear_plan(config: KVCacheConfig) -> LayerPlan:
     return LayerPlan(keys, corrected(AffineTokenSpec(bits, group)))
 
 
-HELD: dict[str, SizeOf] = sizes_of({"gear": gear_plan})
+def kvtc_plan(config: KVCacheConfig) -> LayerPlan:
+    """Exact until the basis is fitted, then whole blocks of components behind exact sinks."""
+    spec = TransformSpec(config.kvtc_bit_budget, tuple(config.kvtc_bit_choices), config.kvtc_beta)
+    stream = StreamPlan(spec, After(spec.fit_tokens, WholeBlocks(spec.block)), KVTC_SINKS)
+    return LayerPlan(stream, stream)
+
+
+HELD: dict[str, SizeOf] = sizes_of({"gear": gear_plan, "kvtc": kvtc_plan})

@@ -1,5 +1,6 @@
 """Ranges of the methods that transform, correct or entropy-code whole blocks."""
 
+import math
 from collections.abc import Callable
 
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -17,6 +18,7 @@ from veloxquant.config.ranges import (
 )
 
 MAX_DIM = 1024
+MAX_COMPONENT_BITS = 8
 OWN_WIDTH = ("bit_width_inlier", *NO_OUTLIERS)
 """These methods take their widths from their own options."""
 
@@ -36,4 +38,24 @@ def check_gear(config: KVCacheConfig) -> None:
     unused(config, OWN_WIDTH)
 
 
-CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"gear": check_gear}
+def check_kvtc(config: KVCacheConfig) -> None:
+    """A budget of bits, widths that include none, a decay above one.
+
+    A budget over what the head size can use is allowed; the rest stays empty.
+    """
+    bits(config, AFFINE_BITS)
+    choices = config.kvtc_bit_choices
+    listed = isinstance(choices, tuple | list) and all(
+        isinstance(n, int) and not isinstance(n, bool) for n in choices
+    )
+    rises = listed and list(choices) == sorted(set(choices))
+    if not rises or len(choices) < 2 or choices[0] != 0 or choices[-1] > MAX_COMPONENT_BITS:
+        raise refuse(
+            "kvtc_bit_choices", choices, f"increasing integers from 0 up to {MAX_COMPONENT_BITS}"
+        )
+    integer(config, "kvtc_bit_budget", 0, MAX_DIM * MAX_COMPONENT_BITS)
+    real(config, "kvtc_beta", 1, math.inf, open_low=True)
+    unused(config, OWN_WIDTH)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"gear": check_gear, "kvtc": check_kvtc}

@@ -69,3 +69,50 @@ class CorrectedSpec(CodecSpec):
     def describe(self) -> str:
         """Short name for tables."""
         return f"{self.base.describe()} corrected"
+
+
+@dataclass(frozen=True)
+class TransformSpec(CodecSpec):
+    """Principal components at widths of their own: `budget` bits a token, dropped ones for free.
+
+    Basis and widths are fitted to the first tokens and kept for each head. All widths of a token
+    lie in one bit stream, so its size is the budget whatever they are.
+    Source: KVTC (arXiv 2511.01815).
+    """
+
+    budget: int
+    choices: tuple[int, ...]
+    beta: float
+    name = "transform"
+    codec = "veloxquant.quantizers.transform:TransformCodec"
+    token_local = False
+
+    @property
+    def block(self) -> int:
+        """Tokens that are projected at once."""
+        return 64
+
+    @property
+    def fit_tokens(self) -> int:
+        """Tokens whose covariance gives the basis."""
+        return 256
+
+    def words(self, dim: int) -> int:
+        """uint32 words of one token."""
+        return max(1, ceil(min(self.budget, dim * self.choices[-1]) / 32))
+
+    def components(self, dim: int) -> int:
+        """Most components that can get a bit."""
+        least = min((width for width in self.choices if width), default=1)
+        return max(1, min(dim, self.budget // least))
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of a store with capacity for `tokens`, with its basis."""
+        words, kept = self.words(dim), self.components(dim)
+        basis = dim * kept * itemsize
+        tables = 2 * dim * 4 + kept * (4 + 1) + 32 * words * 2
+        return tokens * words * 4 + basis + tables
+
+    def describe(self) -> str:
+        """Short name for tables."""
+        return f"{self.budget} bits/token PCA"

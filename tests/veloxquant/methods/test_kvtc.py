@@ -1,0 +1,160 @@
+"""kvtc: what is exact, when the basis is fitted, and that later tokens leave it alone."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cache_lab import (
+    Tokens,
+    attend,
+    feed,
+    held_rows,
+    new_cache,
+    random_tokens,
+    same,
+    same_state,
+    shape_of,
+    worst,
+)
+
+from veloxquant.cache.attend import attend as attention
+from veloxquant.cache.persist import load_caches, save_caches
+from veloxquant.cache.table import held
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.options import KVTCOptions
+from veloxquant.core.exceptions import QuantizerConfigError
+
+SINKS, FIT = 4, 256
+
+
+def config_of(**options: Any) -> KVCacheConfig:
+    return KVCacheConfig(method="kvtc", options=KVTCOptions(**options))
+
+
+def filled(tokens: Tokens, size: int = 128, **options: Any) -> Any:
+    cache = new_cache(config_of(**options), shape_of(tokens))
+    feed(cache, tokens, size)
+    cache.commit()
+    return cache
+
+
+@pytest.mark.parametrize("total", [1, 4, 259, 260, 300, 323, 324])
+def test_nothing_is_coded_before_the_fit_and_blocks_are_whole_after(total: int) -> None:
+    tokens = random_tokens(total, seed=1, heads=1)
+    cache = filled(tokens)
+    behind = max(0, total - SINKS)
+    body = behind // 64 * 64 if behind >= FIT else 0
+    lengths = [min(total, SINKS), body, behind - body]
+    for side in cache.streams():
+        assert [store.length for store in side] == lengths
+    keys, values = held_rows(cache)
+    for got, true in ((keys, tokens.keys), (values, tokens.values)):
+        assert same(got[:, :, :SINKS], true[:, :, :SINKS])
+        assert same(got[:, :, SINKS + body :], true[:, :, SINKS + body :])
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
+@pytest.mark.parametrize("budget", [100, 512])
+def test_bytes_are_planned_at_every_length(budget: int, dtype: mx.Dtype) -> None:
+    tokens = random_tokens(700, seed=2, heads=2, k_dim=64, v_dim=96, dtype=dtype)
+    config = config_of(kvtc_bit_budget=budget)
+    cache = new_cache(config, shape_of(tokens))
+    for at in range(0, 700, 50):
+        cache.update_and_fetch(*tokens.cut(at, at + 50)[1:])
+        cache.commit()
+        assert cache.nbytes == held(config, shape_of(tokens), at + 50).nbytes
+    assert all(a.dtype == dtype for a in held_rows(cache))
+
+
+def test_the_state_does_not_depend_on_the_pieces() -> None:
+    tokens = random_tokens(460, seed=3)
+    whole = filled(tokens, 460)
+    for size in (1, 77, 300):
+        same_state(whole, filled(tokens, size))
+
+
+def test_later_tokens_leave_the_basis_alone() -> None:
+    tokens = random_tokens(400, seed=4)
+    early, late = filled(tokens.cut(0, 300)), filled(tokens)
+    before, after = (c.streams()[0][1].live[3] for c in (early, late))
+    for name in ("basis", "mean", "step", "bits", "lane"):
+        assert same(before[name], after[name])
+    assert same(before["w"][:, :, :256], after["w"][:, :, :256])
+
+
+def test_rows_of_a_batch_have_bases_of_their_own() -> None:
+    both = random_tokens(330, seed=5, batch=2)
+    together = filled(both)
+    for i in range(2):
+        alone = filled(both.row(i))
+        for name, array in alone.streams()[1][1].live[3].items():
+            assert same(together.streams()[1][1].live[3][name][i : i + 1], array), name
+
+
+@pytest.mark.parametrize("kernels", [None, False])
+@pytest.mark.parametrize("budget", [30, 512, 600])
+def test_attention_reads_what_it_holds(budget: int, kernels: bool | None) -> None:
+    tokens = random_tokens(451, seed=6, heads=2, k_dim=128)
+    cache = filled(tokens.cut(0, 450), kvtc_bit_budget=budget)
+    last = tokens.cut(450, 451)
+    attend(cache, last)
+    keys, values = cache.runs()
+    out = attention(
+        last.queries, keys, values, n_kv=2, v_dim=128, scale=128**-0.5, mask=None,
+        use_kernels=kernels,
+    )  # fmt: skip
+    wanted = mx.fast.scaled_dot_product_attention(last.queries, *held_rows(cache), scale=128**-0.5)
+    assert worst(out, wanted) <= 1e-4
+
+
+def test_structured_rows_cost_little_at_a_small_budget() -> None:
+    draw = np.random.default_rng(8)
+    basis, noise = draw.standard_normal((16, 128)), 0.05
+    rows = draw.standard_normal((1, 1, 900, 16)) @ basis / 4
+    rows = mx.array((rows + noise * draw.standard_normal(rows.shape)).astype(np.float32))
+    tokens = Tokens(rows, rows, rows)
+    keys, _ = held_rows(filled(tokens, kvtc_bit_budget=128))
+    error = mx.square(keys - rows).sum() / mx.square(rows).sum()
+    assert error.item() < 2 * noise**2
+
+
+def test_a_trim_below_the_fit_starts_over() -> None:
+    tokens, other = random_tokens(400, seed=9), random_tokens(300, seed=10)
+    cache = filled(tokens)
+    assert cache.trim(150) == 150
+    assert cache.kvtc_bytes == 0
+    assert cache.offset == 250
+    feed(cache, other)
+    cache.commit()
+    lengths = [store.length for store in cache.streams()[0]]
+    assert lengths == [SINKS, 512, 34]
+    assert same(held_rows(cache)[0][:, :, -34:], other.keys[:, :, -34:])
+
+
+def test_a_saved_cache_attends_alike(tmp_path: Any) -> None:
+    from cache_lab import plan_of
+
+    tokens, more = random_tokens(400, seed=11), random_tokens(5, seed=12)
+    cache = filled(tokens)
+    save_caches(tmp_path / "one", [cache], config_of())
+    (back,) = load_caches(tmp_path / "one", plan_of(shape_of(tokens), 1), config_of())
+    same_state(back, cache)
+    assert worst(feed(back, more, 1), feed(cache, more, 1)) < 1e-5
+
+
+def test_counters() -> None:
+    tokens = random_tokens(400, seed=13)
+    cache = filled(tokens)
+    assert cache.bit_budget == 512
+    assert cache.pre_entropy_bytes == 2 * 2 * 384 * 64
+    assert cache.pre_entropy_bytes < cache.kvtc_bytes < cache.nbytes
+    assert cache.entropy_coding_gain >= 0.99
+    assert cache.full_seq_bytes == shape_of(tokens)._replace(itemsize=2).full_bytes(400)
+    assert filled(tokens.cut(0, 9)).entropy_coding_gain == 1.0
+
+
+@pytest.mark.parametrize("choices", [(1, 2), (0, 9), (0, 2, 1), (0,), (0, 1.5), "01", (0, True)])
+def test_impossible_widths_are_refused(choices: Any) -> None:
+    with pytest.raises(QuantizerConfigError, match="kvtc_bit_choices"):
+        filled(random_tokens(1), kvtc_bit_choices=choices)
