@@ -15,12 +15,14 @@ from veloxquant.core.exceptions import CodebookDimensionMismatch
 from veloxquant.quantizers.channel_split import ChannelSplitCodec
 from veloxquant.quantizers.codebook import CodebookCodec
 from veloxquant.quantizers.codecs import codec_for
+from veloxquant.quantizers.polar import PolarCodec
 from veloxquant.quantizers.rotation import Matrix
 from veloxquant.quantizers.sizes import CodecSpec
 from veloxquant.quantizers.sketch import GaussianSketch, SketchCodec
 from veloxquant.quantizers.sketched_codebook import SketchedCodebookCodec
 from veloxquant.quantizers.specs.channel_split import ChannelSplitSpec
 from veloxquant.quantizers.specs.codebook import CodebookSpec
+from veloxquant.quantizers.specs.polar import PolarSpec
 from veloxquant.quantizers.specs.sketch import SketchedCodebookSpec, SketchSpec
 
 _SYMMETRIC = 1e-3
@@ -42,6 +44,8 @@ def codec_with(store: Any, spec: CodecSpec, dim: int) -> Any:
         levels = stored_levels(store, spec.bits, dim) if spec.table == "flat" else None
         if basis is not None or levels is not None:
             return CodebookCodec(dim, spec, basis, levels)
+    if isinstance(spec, PolarSpec) and (basis := stored_rotation(store, dim, spec.seed)):
+        return PolarCodec(dim, spec, basis)
     if isinstance(spec, SketchSpec):
         given = stored_sketch(store, dim, spec.rows or dim, spec.seed)
         if given is not None:

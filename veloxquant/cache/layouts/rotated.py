@@ -9,6 +9,7 @@ from veloxquant.quantizers.sizes import CodecSpec, round_up
 from veloxquant.quantizers.specs.affine import AffineTokenSpec
 from veloxquant.quantizers.specs.channel_split import ChannelSplitSpec
 from veloxquant.quantizers.specs.codebook import CodebookSpec
+from veloxquant.quantizers.specs.polar import PolarSpec
 from veloxquant.quantizers.specs.sketch import SketchedCodebookSpec, SketchSpec
 
 CALIBRATION_TOKENS = 64
@@ -58,6 +59,15 @@ def qjl_plan(config: KVCacheConfig) -> LayerPlan:
     )
 
 
+def polar_plan(config: KVCacheConfig) -> LayerPlan:
+    """Angles and a radius of every key and value."""
+    bits = width(config)
+    return LayerPlan(
+        everything(PolarSpec(bits, config.seed, unbiased=True)),
+        everything(PolarSpec(bits, config.seed + 1, unbiased=False)),
+    )
+
+
 def _loud_rows(config: KVCacheConfig) -> int | None:
     """Signs of the loud channels, in proportion to their number and in whole words."""
     if config.jl_dim is None or config.n_outlier_channels is None:
@@ -96,5 +106,6 @@ HELD: dict[str, SizeOf] = sizes_of(
         "turboquant_mse": turboquant_mse_plan,
         "turboquant_prod": turboquant_prod_plan,
         "qjl": qjl_plan,
+        "polar": polar_plan,
     }
 )

@@ -16,6 +16,8 @@ from veloxquant.config.ranges import (
 )
 
 MAX_SIGNS = 4096
+OUTLIERS = tuple(f for f in NO_OUTLIERS if f not in ("enable_fused_query_dot", "observers"))
+"""Settings of loud channels and of the sketch."""
 
 
 def check_turboquant_rvq(config: KVCacheConfig) -> None:
@@ -46,6 +48,13 @@ def check_qjl(config: KVCacheConfig) -> None:
     unused(config, ("bit_width_outlier",))
     _signs(config)
     _outliers(config, AFFINE_BITS)
+    _standalone(config)
+
+
+def check_polar(config: KVCacheConfig) -> None:
+    """Bits of the upper angles; no outliers, no sketch."""
+    bits(config, CODEBOOK_BITS)
+    unused(config, OUTLIERS)
     _standalone(config)
 
 
@@ -86,4 +95,5 @@ CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "turboquant_mse": check_turboquant_mse,
     "turboquant_prod": check_turboquant_prod,
     "qjl": check_qjl,
+    "polar": check_polar,
 }
