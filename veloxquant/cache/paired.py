@@ -36,6 +36,11 @@ class ClassStore(Store):
         assert self.marks is not None
         return self.codec.encode_marked(x, self.marks, self._fitted)
 
+    @property
+    def constants(self) -> Packed:
+        """What was fitted to the first tokens, empty before."""
+        return self._fitted
+
     def by_class(self) -> list[Store]:
         """The classes as stores that share the buffers of this one; to be read, not written."""
         out, blocks = [], self.length // self.codec.spec.size

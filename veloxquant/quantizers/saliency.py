@@ -36,3 +36,24 @@ def attention_saliency(weights: mx.array) -> mx.array:
     length, total = weights.shape[-2:]
     seen = mx.minimum(total - mx.arange(total), length)
     return weights.sum(axis=-2) / mx.maximum(seen, 1)
+
+
+def cosine_saliency(queries: mx.array, keys: mx.array) -> mx.array:
+    """Mean over queries of the cosine with each key, negative ones counted as 0.
+
+    Args:
+        queries: (B, Hq, m, D), Hq a multiple of H.
+        keys: (B, H, n, D).
+
+    Returns:
+        (B, H, n); 0 for keys or queries without length.
+    """
+    batch, heads, _, dim = keys.shape
+    grouped = queries.astype(mx.float32).reshape(batch, heads, -1, dim)
+    cosine = unit_rows(keys.astype(mx.float32)) @ unit_rows(grouped).swapaxes(-1, -2)
+    return mx.maximum(cosine, 0).mean(axis=-1)
+
+
+def unit_rows(x: mx.array) -> mx.array:
+    """Rows of length 1; rows of zeros stay zeros."""
+    return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), 1e-30)

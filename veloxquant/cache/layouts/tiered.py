@@ -7,13 +7,22 @@ from dataclasses import dataclass
 from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
 from veloxquant.cache.plans import LayerPlan, StreamPlan, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.quantizers.sizes import BODY_STEP, WINDOW_STEP, CodecSpec, round_up, store_bytes
+from veloxquant.quantizers.sizes import (
+    BODY_STEP,
+    WINDOW_STEP,
+    CodecSpec,
+    Held,
+    LayerShape,
+    round_up,
+    store_bytes,
+)
 from veloxquant.quantizers.specs.affine import AffineChannelSpec
 from veloxquant.quantizers.specs.plain import PlainSpec
 from veloxquant.quantizers.specs.tiered import (
     ClassedSpec,
     NestedChannelSpec,
     NestedTokenSpec,
+    PrefixTokenSpec,
     ScaledTokenSpec,
 )
 
@@ -81,4 +90,40 @@ def zipcache_plan(config: KVCacheConfig) -> LayerPlan:
     return LayerPlan(keys, side(ScaledTokenSpec(width, size) for width in widths))
 
 
-HELD: dict[str, SizeOf] = sizes_of({"age_tiered": age_tiered_plan, "zipcache": zipcache_plan})
+AMC_BLOCK = 64
+AMC_TIERS = ((1.0, 8), (0.75, 4), (0.5, 4))
+"""Share of channels and bits of each tier, the most salient first."""
+AMC_QUERIES = 16
+"""Newest tokens whose queries are kept while `amc_use_query_saliency` is on."""
+
+
+def amc_plan(config: KVCacheConfig) -> LayerPlan:
+    """Blocks in three tiers, keys and values each with its own order of channels."""
+    high = math.ceil(config.amc_k_high * AMC_BLOCK)
+    mid = min(math.ceil(config.amc_k_mid * AMC_BLOCK), AMC_BLOCK - high)
+    counts = (high, mid, AMC_BLOCK - high - mid)
+
+    def side(*, pairs: bool) -> StreamPlan:
+        group = config.amc_group_size
+        tiers = tuple(
+            (n, PrefixTokenSpec(bits, group, rank, AMC_BLOCK, pairs))
+            for n, (rank, bits) in zip(counts, AMC_TIERS, strict=True)
+        )
+        return StreamPlan(ClassedSpec(AMC_BLOCK, tiers), WholeBlocks(AMC_BLOCK))
+
+    return LayerPlan(side(pairs=True), side(pairs=False))
+
+
+def amc_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """The plan, and the queries that are kept where saliency reads them."""
+    held = amc_plan(config).held(shape, tokens)
+    if not config.amc_use_query_saliency:
+        return held
+    rows = shape.n_q_heads * min(tokens, AMC_QUERIES) * shape.k_dim * shape.itemsize
+    return held._replace(nbytes=held.nbytes + rows, peak=held.peak + rows)
+
+
+HELD: dict[str, SizeOf] = {
+    **sizes_of({"age_tiered": age_tiered_plan, "zipcache": zipcache_plan}),
+    "amc": amc_held,
+}

@@ -53,7 +53,34 @@ def check_zipcache(config: KVCacheConfig) -> None:
     unused(config, OWN_WIDTHS)
 
 
+def check_amc(config: KVCacheConfig) -> None:
+    """Shares of the tiers, the query term, groups; tiers have a fixed size."""
+    high = real(config, "amc_k_high", 0, 1)
+    mid = real(config, "amc_k_mid", 0, 1)
+    if high + mid > 1:
+        raise refuse("amc_k_mid", config.amc_k_mid, f"at most 1 - amc_k_high = {1 - high:g}")
+    flag(config, "amc_use_query_saliency")
+    real(config, "amc_query_alpha", 0, 1)
+    one_of(config, "amc_group_size", AFFINE_GROUPS)
+    integer(config, "amc_threshold_window", 8)
+    real(config, "amc_gamma", 0, 1, open_low=True)
+    if config.amc_adaptive_thresholds is not False:
+        raise refuse("amc_adaptive_thresholds", config.amc_adaptive_thresholds, FIXED_TIERS)
+    if config.amc_calib_variance is not None:
+        raise refuse("amc_calib_variance", config.amc_calib_variance, "None" + SAME_RANKS)
+    bits(config, AFFINE_BITS)
+    unused(config, OWN_WIDTHS)
+
+
+FIXED_TIERS = (
+    "False: tiers take fixed shares of every block, so that memory is known beforehand; "
+    "the thresholds are there as functions in quantizers.amc"
+)
+SAME_RANKS = ": tokens are ranked inside their block, and a common factor changes no rank"
+
+
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "age_tiered": check_age_tiered,
+    "amc": check_amc,
     "zipcache": check_zipcache,
 }

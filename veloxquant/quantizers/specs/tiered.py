@@ -1,8 +1,9 @@
 """Formats of tokens that are coded by age or by class."""
 
+import math
 from dataclasses import dataclass
 
-from veloxquant.quantizers.sizes import CodecSpec
+from veloxquant.quantizers.sizes import CodecSpec, round_up
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 
 
@@ -120,3 +121,46 @@ class ClassedSpec(CodecSpec):
 def _constant_nbytes(spec: CodecSpec, dim: int, itemsize: int) -> int:
     count = getattr(spec, "constant_nbytes", None)
     return count(dim, itemsize) if count else 0
+
+
+@dataclass(frozen=True)
+class PrefixTokenSpec(CodecSpec):
+    """Affine groups of the `rank` share of channels that vary most; the others by their mean.
+
+    Order and means are fitted to `first` tokens. `pairs` keeps channels d and d + D/2 together, as
+    rotary positions do. Kept channels are rounded up to whole groups.
+    """
+
+    bits: int
+    group: int
+    rank: float
+    first: int
+    pairs: bool
+    name = "prefix_token"
+    codec = "veloxquant.quantizers.prefix:PrefixTokenCodec"
+
+    @property
+    def fit_tokens(self) -> int:
+        """Tokens that the order of channels is fitted to."""
+        return self.first
+
+    def kept(self, dim: int) -> int:
+        """Channels stored."""
+        return min(dim, round_up(math.ceil(self.rank * dim), self.group))
+
+    def affine(self) -> AffineTokenSpec:
+        """Format of the kept channels."""
+        return AffineTokenSpec(self.bits, self.group)
+
+    def constant_nbytes(self, dim: int, itemsize: int) -> int:
+        """Bytes of order and means of one head."""
+        return dim * (2 + itemsize)
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of a store with capacity for `tokens`."""
+        rows = self.affine().nbytes(tokens, self.kept(dim), itemsize)
+        return rows + self.constant_nbytes(dim, itemsize)
+
+    def describe(self) -> str:
+        """Short name for tables."""
+        return f"{self.bits} bit of {self.rank:.0%}"
