@@ -1,7 +1,7 @@
 """gear: kivi's groups, corrected by low-rank factors and a few exact entries.
 
-Blocks of four groups of tokens: the extremes of each key channel and of each value token are kept
-exactly, the rest is coded at two to four bits, and factors of small rank take the coherent part of
+Blocks of four groups of tokens: the outliers of each key and value are kept exactly, the rest is
+coded at two to four bits, and factors of small rank take the coherent part of
 the rounding error. Rounding errors are nearly white, so `gear_energy_threshold` would ask for
 almost full rank; the rank stays at a 32nd of the head size unless `gear_rank` sets it.
 Source: Kang et al., GEAR, 2024, arXiv 2403.05527. Differs: blocks lie at absolute positions instead

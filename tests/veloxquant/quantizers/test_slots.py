@@ -2,35 +2,47 @@
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from veloxquant.quantizers import slots
+from veloxquant.quantizers.sparse import corrected
 
 KEY = mx.random.key(0)
 ROWS = mx.random.normal((2, 3, 40, 24), key=KEY)
 
 
-def dense(index: mx.array, value: mx.array, size: int) -> mx.array:
-    return slots.added(mx.zeros((*index.shape[:-1], size)), index, value)
+def dense(at: mx.array, value: mx.array, size: int) -> mx.array:
+    return corrected(mx.zeros((*at.shape[:-1], size)), at.astype(mx.uint32), value)
 
 
 def test_extremes_are_the_smallest_and_largest_entries() -> None:
-    index = np.array(slots.extremes(ROWS, 4))
+    at = np.array(slots.extremes(ROWS, 4))
     order = np.argsort(np.array(ROWS), axis=-1)
     wanted = np.concatenate([order[..., :2], order[..., -2:]], axis=-1)
-    np.testing.assert_array_equal(np.sort(index), np.sort(wanted))
+    np.testing.assert_array_equal(np.sort(at), np.sort(wanted))
     same = slots.extremes(mx.ones((5, 9)), 4)
     assert all(len(set(row)) == 4 for row in same.tolist())
 
 
-def test_filled_entries_are_the_mean_of_the_others() -> None:
-    index = slots.extremes(ROWS, 4)
-    filled = np.array(slots.fill_with_mean(ROWS, index))
-    rows, places = np.array(ROWS), np.array(index)
+def test_a_loud_channel_is_no_outlier_but_a_loud_entry_is() -> None:
+    loud = ROWS * mx.where(mx.arange(24) == 5, 1e20, 1.0)
+    at = np.array(slots.farthest(loud, 2, 20))
+    np.testing.assert_array_equal(at, np.array(slots.farthest(ROWS, 2, 20)))
+    spike = mx.where((mx.arange(40)[:, None] == 7) & (mx.arange(24) == 9), 50.0, ROWS)
+    assert (np.array(slots.farthest(spike, 1, 40))[:, :, 7, 0] == 9).all()
+
+
+@pytest.mark.parametrize("span", [1, 20])
+def test_filled_entries_are_the_mean_of_the_others(span: int) -> None:
+    at = slots.extremes(ROWS, 4)
+    got, rows, places = (np.array(a) for a in (slots.filled(ROWS, at, span), ROWS, at))
     kept = np.ones(rows.shape, bool)
     np.put_along_axis(kept, places, False, axis=-1)
-    np.testing.assert_array_equal(filled[kept], rows[kept])
-    mean = (rows * kept).sum(-1) / 20
-    np.testing.assert_allclose(np.take_along_axis(filled, places, -1)[..., 0], mean, atol=1e-6)
+    np.testing.assert_array_equal(got[kept], rows[kept])
+    rows, kept, got = (a.reshape(2, 3, 40 // span, span, 24) for a in (rows, kept, got))
+    axis = -1 if span == 1 else 3
+    mean = (rows * kept).sum(axis, keepdims=True) / kept.sum(axis, keepdims=True).clip(min=1)
+    np.testing.assert_allclose(got[~kept], np.broadcast_to(mean, got.shape)[~kept], atol=1e-6)
 
 
 def test_products_are_those_of_the_dense_matrix() -> None:

@@ -14,8 +14,7 @@ class CorrectedSpec(CodecSpec):
     """Affine groups, plus low-rank factors of their error and a few exact entries, by blocks.
 
     `rank` is that of each block of `block_tokens`, None for the one that `energy` asks for. With
-    `fraction` above 0 the extremes of each coded vector are kept apart: of a channel's tokens in a
-    block where groups run along tokens, of a token's channels otherwise.
+    `fraction` above 0 the outliers of each token, that share of its channels, are kept apart.
     Source: GEAR (arXiv 2403.05527).
     """
 
@@ -35,7 +34,7 @@ class CorrectedSpec(CodecSpec):
 
     @property
     def along_tokens(self) -> bool:
-        """Whether coded vectors are channels rather than tokens."""
+        """Whether groups run along tokens rather than channels."""
         return isinstance(self.base, AffineChannelSpec)
 
     def rank_for(self, dim: int) -> int:
@@ -48,13 +47,9 @@ class CorrectedSpec(CodecSpec):
             return min(self.rank, dim)
         return max(1, min(dim // 32, ceil(self.energy * dim)))
 
-    def vector(self, dim: int) -> int:
-        """Entries of a coded vector."""
-        return self.block_tokens if self.along_tokens else dim
-
     def slots(self, dim: int) -> int:
-        """Exact entries of each coded vector."""
-        return 2 * ceil(self.fraction * self.vector(dim) / 2) if self.fraction > 0 else 0
+        """Exact entries of each token."""
+        return 2 * ceil(self.fraction * dim / 2) if self.fraction > 0 else 0
 
     def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
         """Bytes of a store with capacity for `tokens`, a multiple of the block."""
@@ -62,9 +57,8 @@ class CorrectedSpec(CodecSpec):
         out = self.base.nbytes(tokens, dim, itemsize) + rank * itemsize * (tokens + blocks * dim)
         if rank:
             out += ENERGY_BYTES * blocks
-        vectors = blocks * dim if self.along_tokens else tokens
-        index = 1 if self.vector(dim) <= 256 else 2
-        return out + vectors * self.slots(dim) * (itemsize + index)
+        index = 1 if dim <= 256 else 2
+        return out + tokens * self.slots(dim) * (itemsize + index)
 
     def describe(self) -> str:
         """Short name for tables."""
