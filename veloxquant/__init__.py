@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from veloxquant.memory.block import PoolConfig
     from veloxquant.memory.block_pool import BlockPoolAllocator
     from veloxquant.memory.pooled_cache import PooledKVCache
+    from veloxquant.observers import KeyNormObserver, KeyNormReport
+    from veloxquant.quantizers.factory import QuantizerFactory
 
 __version__ = "0.1.0"
 
@@ -35,11 +37,14 @@ _HOME = {
     "KVCache": "veloxquant.core.abstractions",
     "KVCacheBuilder": "veloxquant.cache.builder",
     "KVCacheFactory": "veloxquant.cache.builder",
+    "KeyNormObserver": "veloxquant.observers",
+    "KeyNormReport": "veloxquant.observers",
     "PoolConfig": "veloxquant.memory.block",
     "PooledKVCache": "veloxquant.memory.pooled_cache",
     "QuantizationContext": "veloxquant.core.context",
     "QuantizationObserver": "veloxquant.core.abstractions",
     "Quantizer": "veloxquant.core.abstractions",
+    "QuantizerFactory": "veloxquant.quantizers.factory",
     "TransformResult": "veloxquant.core.context",
     "ArtifactNotFoundError": _EXCEPTIONS,
     "BlockPoolExhaustedError": _EXCEPTIONS,
@@ -63,6 +68,8 @@ __all__ = [
     "KVCacheBuilder",
     "KVCacheConfig",
     "KVCacheFactory",
+    "KeyNormObserver",
+    "KeyNormReport",
     "OwnerAlreadyActiveError",
     "PoolConfig",
     "PooledKVCache",
@@ -70,6 +77,7 @@ __all__ = [
     "QuantizationObserver",
     "Quantizer",
     "QuantizerConfigError",
+    "QuantizerFactory",
     "TransformResult",
 ]
 

@@ -6,7 +6,19 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 
 from veloxquant.kernels.native import NativeRun
+from veloxquant.quantizers.factory import QuantizerFactory
 from veloxquant.quantizers.sizes import CodecSpec
+
+__all__ = [
+    "Codec",
+    "FittedCodec",
+    "NativeParts",
+    "Packed",
+    "QuantizerFactory",
+    "Shared",
+    "TokenAxis",
+    "compute_dtype",
+]
 
 Packed = dict[str, mx.array]
 NativeParts = NativeRun | tuple[NativeRun, ...]
