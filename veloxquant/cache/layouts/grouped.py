@@ -10,9 +10,10 @@ from veloxquant.cache.plans import (
     WholeBlocks,
 )
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.quantizers.sizes import WINDOW_STEP
+from veloxquant.quantizers.sizes import WINDOW_STEP, Held, LayerShape
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 from veloxquant.quantizers.specs.grouped import BoostedSpec, PermutedSpec, fit_length
+from veloxquant.quantizers.specs.head_bits import HeadBitsChannelSpec, HeadBitsTokenSpec
 from veloxquant.quantizers.specs.nuq import NuqChannelSpec, NuqTokenSpec
 
 
@@ -74,7 +75,26 @@ def skvq_plan(config: KVCacheConfig) -> LayerPlan:
     return LayerPlan(stream(config.skvq_bits_key), stream(config.skvq_bits_value))
 
 
-HELD: dict[str, SizeOf] = sizes_of(
+def adakv_plan(config: KVCacheConfig, heads: int) -> LayerPlan:
+    """Blocks in widths by head, under one budget for `heads` KV heads."""
+    choices = (config.adakv_lo_bit, config.adakv_mid_bit, config.adakv_hi_bit)
+    group = config.adakv_group_size
+    common = (choices, config.adakv_target_avg_bits, heads, group)
+    keys = HeadBitsChannelSpec(
+        *common, config.adakv_update_interval, config.adakv_importance, config.adakv_obs_window
+    )
+    return LayerPlan(
+        StreamPlan(keys, WholeBlocks(group)),
+        StreamPlan(HeadBitsTokenSpec(*common), WholeBlocks(group)),
+    )
+
+
+def adakv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """Size of a layer, whose heads share a budget."""
+    return adakv_plan(config, shape.n_kv_heads).held(shape, tokens)
+
+
+HELD: dict[str, SizeOf] = {"adakv": adakv_held} | sizes_of(
     {
         "kivi": kivi_plan,
         "kivi_sink": kivi_sink_plan,

@@ -1,6 +1,7 @@
 """Ranges of the methods that quantise groups of neighbours."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.ranges import (
@@ -67,6 +68,22 @@ def check_kvquant(config: KVCacheConfig) -> None:
     _no_common_width(config)
 
 
+def check_adakv(config: KVCacheConfig) -> None:
+    """Three ascending widths, a mean between them, blocks and what ranks heads."""
+    fields = ("adakv_lo_bit", "adakv_mid_bit", "adakv_hi_bit")
+    for field in fields:
+        one_of(config, field, AFFINE_BITS)
+    for below, above in pairwise(fields):
+        if getattr(config, above) <= getattr(config, below):
+            raise refuse(above, getattr(config, above), f"above {below}={getattr(config, below)}")
+    real(config, "adakv_target_avg_bits", config.adakv_lo_bit, config.adakv_hi_bit)
+    one_of(config, "adakv_group_size", AFFINE_GROUPS)
+    integer(config, "adakv_update_interval", 1)
+    one_of(config, "adakv_importance", ("norm_variance", "attention_entropy"))
+    integer(config, "adakv_obs_window", 1)
+    _no_common_width(config)
+
+
 def check_skvq(config: KVCacheConfig) -> None:
     """Widths of keys and values, a group, exact tokens on both ends, a clip factor."""
     for field in ("skvq_bits_key", "skvq_bits_value"):
@@ -82,6 +99,7 @@ def check_skvq(config: KVCacheConfig) -> None:
 
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
+    "adakv": check_adakv,
     "kivi": check_kivi,
     "kivi_sink": check_kivi_sink,
     "kitty": check_kitty,
