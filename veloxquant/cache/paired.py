@@ -7,7 +7,7 @@ token, it reads the classes as they lie.
 """
 
 from abc import abstractmethod
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -21,13 +21,13 @@ from veloxquant.quantizers.classed import ClassedCodec
 
 
 class ClassStore(Store):
-    """Blocks of tokens in classes; `marks` are the classes of the rows that come next."""
+    """Blocks of tokens in classes; `marks` is what was chosen for the rows that come next."""
 
     codec: ClassedCodec
 
     def __init__(self, codec: ClassedCodec, step: int) -> None:
         super().__init__(cast(Codec, codec), step)
-        self.marks: mx.array | None = None
+        self.marks: Any = None
 
     def _encode(self, x: mx.array) -> Packed:
         count = self.codec.spec.fit_tokens
@@ -41,13 +41,16 @@ class ClassStore(Store):
         """What was fitted to the first tokens, empty before."""
         return self._fitted
 
+    def _range(self, name: str, start: int, stop: int) -> mx.array:
+        return super()._range(name, 0 if name in self.codec.whole else start, stop)
+
     def by_class(self) -> list[Store]:
         """The classes as stores that share the buffers of this one; to be read, not written."""
         out, blocks = [], self.length // self.codec.spec.size
         for part, arrays in self.codec.by_class(self._packed()):
             view = Store(part.codec, 1)
             view._arrays = {n: a for n, a in arrays.items() if n in part.codec.axes}
-            view._fitted = self._fitted
+            view._fitted = {n: a for n, a in arrays.items() if n not in part.codec.axes}
             view._stop = blocks * part.count
             view.capacity = self.capacity // self.codec.spec.size * part.count
             out.append(view)
@@ -81,8 +84,8 @@ class PairedCache(ComposedCache):
     values_stream: PairedStream
 
     @abstractmethod
-    def choose(self, keys: mx.array, values: mx.array | None, *, first: bool) -> mx.array:
-        """Classes (B, H, n) of whole blocks of keys (B, H, n, D) and their values.
+    def choose(self, keys: mx.array, values: mx.array | None, *, first: bool) -> Any:
+        """Classes (B, H, n), or what else the codec takes, of whole blocks of keys and values.
 
         `values` is None while they are not coded in blocks; `first` says whether the sequence
         begins here.

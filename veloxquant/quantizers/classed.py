@@ -6,7 +6,7 @@ token is kept in one or two bits, from which the order of the tokens is found ag
 hands the classes out as they lie: attention that sees all of them needs no order.
 """
 
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -33,6 +33,9 @@ def _blocks(x: mx.array, size: int) -> mx.array:
 
 class ClassedCodec(Shared):
     """Arrays of class i are those of its codec with `i` behind their names; `m` is the map."""
+
+    whole: ClassVar[frozenset[str]] = frozenset()
+    """Arrays of which every block may need those of all blocks before."""
 
     def __init__(self, dim: int, spec: ClassedSpec) -> None:
         self.dim, self.spec = dim, spec
@@ -81,9 +84,9 @@ class ClassedCodec(Shared):
         """
         batch, heads, n, dim = x.shape
         size = self.spec.size
-        order = self._order(classes)
+        order = self.sorted_places(classes)
         rows = mx.take_along_axis(_blocks(x, size), order[..., None], axis=3)
-        out, start = {"m": pack(classes, self.spec.map_bits)}, 0
+        out, start = {"m": self.map_of(classes)}, 0
         for part in self.parts:
             own = rows[:, :, :, start : start + part.count]
             own = mx.contiguous(own.reshape(batch, heads, n // size * part.count, dim))
@@ -95,19 +98,23 @@ class ClassedCodec(Shared):
             out |= {f"{name}{part.number}": a for name, a in coded.items()}
         return out
 
+    def map_of(self, classes: mx.array) -> mx.array:
+        """Classes (B, H, n) as they are kept: (B, H, n·bits/32) uint32."""
+        return pack(classes, self.spec.map_bits)
+
     # ---- order --------------------------------------------------------------------------
 
-    def _order(self, classes: mx.array) -> mx.array:
+    def sorted_places(self, classes: mx.array) -> mx.array:
         """Places in the block of its tokens sorted by class: (B, H, blocks, size)."""
         at = mx.arange(self.spec.size, dtype=mx.uint32)
         key = _blocks(classes.astype(mx.uint32), self.spec.size) * self.spec.size + at
         return mx.argsort(key, axis=-1)
 
     def order(self, packed: Packed) -> mx.array:
-        """As `_order`, from the map."""
+        """As `sorted_places`, from the map."""
         words = packed["m"]
         n = words.shape[-1] * 32 // self.spec.map_bits
-        return self._order(unpack(words, self.spec.map_bits, n))
+        return self.sorted_places(unpack(words, self.spec.map_bits, n))
 
     def by_class(self, packed: Packed) -> list[tuple[Part, Packed]]:
         """The arrays of each class under the names of its codec, shared constants included."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
-from veloxquant.cache.plans import LayerPlan, StreamPlan, WholeBlocks
+from veloxquant.cache.plans import LayerPlan, StreamPlan, Trailing, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import (
     BODY_STEP,
@@ -17,6 +17,7 @@ from veloxquant.quantizers.sizes import (
     store_bytes,
 )
 from veloxquant.quantizers.specs.affine import AffineChannelSpec
+from veloxquant.quantizers.specs.anchored import AnchorSpec, ProjectedSpec
 from veloxquant.quantizers.specs.plain import PlainSpec
 from veloxquant.quantizers.specs.tiered import (
     ClassedSpec,
@@ -123,7 +124,32 @@ def amc_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     return held._replace(nbytes=held.nbytes + rows, peak=held.peak + rows)
 
 
+ANCHOR_BLOCK = 128
+"""Blocks of anchorkv are multiples of this."""
+LARGEST_ANCHOR_BLOCK = 4096
+
+
+def anchorkv_plan(config: KVCacheConfig) -> LayerPlan:
+    """Blocks with at least two anchors behind a window; keys and values choose together."""
+    share = config.anchorkv_anchor_frac
+    size = min(round_up(math.ceil(2 / share), ANCHOR_BLOCK), LARGEST_ANCHOR_BLOCK)
+    anchors = max(2, math.floor(share * size))
+    slots = math.floor(config.anchorkv_rho * (size - anchors))
+
+    def side(seed: int) -> StreamPlan:
+        classes = (
+            (slots, ProjectedSpec(config.anchorkv_residual_bits, seed)),
+            (size - slots, ProjectedSpec(0, seed)),
+        )
+        spec = AnchorSpec(size, classes, anchors=anchors)
+        return StreamPlan(spec, Trailing(config.anchorkv_window, size))
+
+    return LayerPlan(side(config.anchorkv_seed), side(config.anchorkv_seed + 1))
+
+
 HELD: dict[str, SizeOf] = {
-    **sizes_of({"age_tiered": age_tiered_plan, "zipcache": zipcache_plan}),
+    **sizes_of(
+        {"age_tiered": age_tiered_plan, "zipcache": zipcache_plan, "anchorkv": anchorkv_plan}
+    ),
     "amc": amc_held,
 }

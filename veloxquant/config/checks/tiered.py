@@ -79,8 +79,23 @@ FIXED_TIERS = (
 SAME_RANKS = ": tokens are ranked inside their block, and a common factor changes no rank"
 
 
+def check_anchorkv(config: KVCacheConfig) -> None:
+    """Shares of anchors and residuals, a window, a codebook width."""
+    real(config, "anchorkv_anchor_frac", 0, 0.25, open_low=True)
+    integer(config, "anchorkv_window", 0)
+    real(config, "anchorkv_rho", 0, 1)
+    theta = real(config, "anchorkv_theta", 0, 1)
+    if theta == 1:
+        raise refuse("anchorkv_theta", config.anchorkv_theta, "at least 0 and below 1")
+    integer(config, "anchorkv_residual_bits", 1, 4)
+    integer(config, "anchorkv_seed", 0)
+    bits(config, AFFINE_BITS)
+    unused(config, OWN_WIDTHS)
+
+
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "age_tiered": check_age_tiered,
     "amc": check_amc,
+    "anchorkv": check_anchorkv,
     "zipcache": check_zipcache,
 }

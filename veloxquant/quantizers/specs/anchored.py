@@ -1,0 +1,52 @@
+"""Tokens as multiples of anchor tokens, some with a coded residual."""
+
+from dataclasses import dataclass
+
+from veloxquant.quantizers.sizes import CodecSpec
+from veloxquant.quantizers.specs.codebook import CodebookSpec
+from veloxquant.quantizers.specs.tiered import ClassedSpec
+
+ID_BYTES = 2
+MAX_ANCHORS = 1 << (8 * ID_BYTES)
+
+
+@dataclass(frozen=True)
+class ProjectedSpec(CodecSpec):
+    """Number of an anchor and a factor; with `bits` the rest in a rotated codebook too."""
+
+    bits: int
+    seed: int
+    name = "projected"
+    codec = "veloxquant.quantizers.anchored:ProjectedCodec"
+    token_local = False
+
+    def residual(self) -> CodebookSpec | None:
+        """Format of what the anchor leaves over, None where that is dropped."""
+        return CodebookSpec(self.bits, self.seed, unbiased=False) if self.bits else None
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of a store with capacity for `tokens`, anchors not counted."""
+        rest = self.residual()
+        coded = rest.nbytes(tokens, dim, itemsize) if rest else 0
+        return coded + tokens * (ID_BYTES + itemsize)
+
+    def describe(self) -> str:
+        """Short name for tables."""
+        return f"anchor + {self.bits} bit" if self.bits else "anchor"
+
+
+@dataclass(frozen=True)
+class AnchorSpec(ClassedSpec):
+    """Blocks with `anchors` exact tokens each; the others are multiples of any anchor before.
+
+    The first class has coded residuals, the second none.
+    """
+
+    anchors: int = 1
+    name = "anchored"
+    codec = "veloxquant.quantizers.anchored:AnchorCodec"
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of a store with capacity for `tokens`, a multiple of the block."""
+        exact = tokens // self.size * self.anchors * dim * itemsize
+        return super().nbytes(tokens, dim, itemsize) + exact
