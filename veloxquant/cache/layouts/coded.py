@@ -2,17 +2,26 @@
 
 from dataclasses import dataclass
 
-from veloxquant.cache.layouts.base import SizeOf, sizes_of
+from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
 from veloxquant.cache.plans import After, LayerPlan, StreamPlan, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
-from veloxquant.quantizers.specs.coded import CorrectedSpec, TransformSpec
+from veloxquant.quantizers.specs.coded import (
+    ChunkSpec,
+    CorrectedSpec,
+    SymmetricSpec,
+    TransformSpec,
+)
 from veloxquant.quantizers.specs.plain import PlainSpec
 
 GEAR_GROUPS = 4
 """Groups of keys that share low-rank factors: more factors than that cost too much room."""
 KVTC_SINKS = 4
 """First tokens, whose atypical rows would spoil the covariance."""
+CACHEGEN_CHUNK = 256
+CACHEGEN_BITS = (2, 3, 4, 5, 6, 8)
+CACHEGEN_SINKS = 4
+"""First tokens, whose extremes would widen the step of a whole chunk."""
 
 
 @dataclass(frozen=True)
@@ -50,4 +59,39 @@ def kvtc_plan(config: KVCacheConfig) -> LayerPlan:
     return LayerPlan(stream, stream)
 
 
-HELD: dict[str, SizeOf] = sizes_of({"gear": gear_plan, "kvtc": kvtc_plan})
+def cachegen_bits(config: KVCacheConfig, layer: int = 0, n_layers: int = 1) -> int:
+    """Bits of one layer: more in the first layers, as many fewer in the last.
+
+    Steps up and down cancel over the layers, so a model takes what its mean width takes.
+    """
+    if config.cachegen_resolved_bits is not None:
+        return _packed_width(config.cachegen_resolved_bits)
+    base, groups = _packed_width(config.cachegen_bits), config.cachegen_layer_groups
+    size = n_layers // groups
+    if size == 0 or groups == 1:
+        return base
+    place = min(layer, n_layers - 1 - layer) // size
+    offset = max(0, groups // 2 - place)
+    while base + offset not in CACHEGEN_BITS or base - offset not in CACHEGEN_BITS:
+        offset -= 1
+    return base + offset if 2 * layer < n_layers else base - offset
+
+
+def _packed_width(width: int) -> int:
+    """The width that is stored: MLX's words have no seven bits."""
+    return 8 if width == 7 else width
+
+
+def cachegen_plan(config: KVCacheConfig, layer: int = 0, n_layers: int = 1) -> LayerPlan:
+    """Chunks of 256 tokens by channel behind exact sinks, or every token by itself."""
+    width = cachegen_bits(config, layer, n_layers)
+    if not config.cachegen_per_channel:
+        return LayerPlan(everything(SymmetricSpec(width)), everything(SymmetricSpec(width)))
+    spec = ChunkSpec(width, CACHEGEN_CHUNK)
+    stream = StreamPlan(spec, WholeBlocks(CACHEGEN_CHUNK), CACHEGEN_SINKS)
+    return LayerPlan(stream, stream)
+
+
+HELD: dict[str, SizeOf] = sizes_of(
+    {"gear": gear_plan, "kvtc": kvtc_plan, "cachegen": cachegen_plan}
+)

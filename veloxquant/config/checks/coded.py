@@ -17,6 +17,7 @@ from veloxquant.config.ranges import (
     unused,
 )
 
+CHUNK = 256
 MAX_DIM = 1024
 MAX_COMPONENT_BITS = 8
 OWN_WIDTH = ("bit_width_inlier", *NO_OUTLIERS)
@@ -58,4 +59,23 @@ def check_kvtc(config: KVCacheConfig) -> None:
     unused(config, OWN_WIDTH)
 
 
-CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"gear": check_gear, "kvtc": check_kvtc}
+def check_cachegen(config: KVCacheConfig) -> None:
+    """Two to eight bits, token groups that divide a chunk, at least one group of layers."""
+    bits(config, AFFINE_BITS)
+    integer(config, "cachegen_bits", 2, 8)
+    if config.cachegen_resolved_bits is not None:
+        integer(config, "cachegen_resolved_bits", 2, 8)
+    group = integer(config, "cachegen_group_size", 1, CHUNK)
+    if CHUNK % group:
+        raise refuse("cachegen_group_size", group, f"a divisor of {CHUNK}")
+    flag(config, "cachegen_use_delta")
+    flag(config, "cachegen_per_channel")
+    integer(config, "cachegen_layer_groups", 1)
+    unused(config, OWN_WIDTH)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
+    "gear": check_gear,
+    "kvtc": check_kvtc,
+    "cachegen": check_cachegen,
+}

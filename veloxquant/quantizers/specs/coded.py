@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil
 
-from veloxquant.quantizers.sizes import CodecSpec
+from veloxquant.quantizers.sizes import CodecSpec, round_up
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 
 ENERGY_BYTES = 8
@@ -110,3 +110,54 @@ class TransformSpec(CodecSpec):
     def describe(self) -> str:
         """Short name for tables."""
         return f"{self.budget} bits/token PCA"
+
+
+@dataclass(frozen=True)
+class ChunkSpec(CodecSpec):
+    """One scale and minimum for each channel of a chunk of `size` tokens.
+
+    Source: CacheGen (arXiv 2310.07240), with a scale for each channel.
+    """
+
+    bits: int
+    size: int
+    name = "chunk"
+    codec = "veloxquant.quantizers.chunk:ChunkCodec"
+    token_local = False
+
+    @property
+    def block(self) -> int:
+        """Tokens of a chunk."""
+        return self.size
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of a store with capacity for `tokens`, a multiple of the chunk."""
+        return dim * (tokens * self.bits // 8 + 2 * itemsize * tokens // self.size)
+
+    def describe(self) -> str:
+        """Short name for tables."""
+        return f"{self.bits} bit/channel of {self.size}"
+
+
+@dataclass(frozen=True)
+class SymmetricSpec(CodecSpec):
+    """One scale for each token, codes symmetric about zero: 2^bits - 1 levels.
+
+    Source: CacheGen (arXiv 2310.07240), its published quantizer.
+    """
+
+    bits: int
+    name = "symmetric"
+    codec = "veloxquant.quantizers.chunk:SymmetricCodec"
+
+    def padded(self, dim: int) -> int:
+        """Channels stored."""
+        return round_up(dim, 32)
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of a store with capacity for `tokens`."""
+        return tokens * (self.padded(dim) * self.bits // 8 + itemsize)
+
+    def describe(self) -> str:
+        """Short name for tables."""
+        return f"{self.bits} bit/token symmetric"
