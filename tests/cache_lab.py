@@ -15,8 +15,8 @@ from veloxquant.cache.view import CacheView
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import (
     AgeTieredKVOptions,
-    CacheGenOptions,
     AnchorKVOptions,
+    CacheGenOptions,
     SKVQOptions,
     SnapKVOptions,
     StreamingLLMOptions,
