@@ -26,6 +26,7 @@ ROWS = 2048
 SENSITIVITIES = "ratequant"
 """The name that layer sensitivities are kept under: no method, but made from the same run."""
 _PIECE = 4000
+_QUIET_SECONDS = 5.0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,6 +162,18 @@ def _progress(done: int, total: int) -> None:
     talk(f"  {done:,} of {total:,} tokens")
 
 
+def _patience(name: str) -> Callable[[int, int], None]:
+    """Tells how far a fitter is, every few seconds."""
+    told = [time.monotonic()]
+
+    def report(done: int, total: int) -> None:
+        if time.monotonic() - told[0] > _QUIET_SECONDS:
+            told[0] = time.monotonic()
+            talk(f"  {name}: layer {done} of {total}")
+
+    return report
+
+
 def _fit_all(
     plan: ModelPlan,
     samples: Samples,
@@ -187,7 +200,7 @@ def _fit_all(
                 found = Calibration(layers, {}, dict(about))
             else:
                 config = config_of(name, options.get(name, {}), plan.shapes()[0].k_dim)
-                found = fit_method(plan, samples, config, about=about)
+                found = fit_method(plan, samples, config, about=about, report=_patience(name))
             store.save_calibration(key, name, found)
         except (QuantizerConfigError, ValueError) as error:
             if wanted:
