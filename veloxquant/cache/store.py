@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import cast
+from typing import NamedTuple, cast
 
 import mlx.core as mx
 
@@ -13,15 +13,24 @@ from veloxquant.quantizers.base import Codec, FittedCodec, NativeParts, Packed, 
 from veloxquant.quantizers.sizes import round_up
 
 
+class _Kind(NamedTuple):
+    """Shape and type of an array, without the array."""
+
+    shape: tuple[int, ...]
+    dtype: mx.Dtype
+
+
 @lru_cache(maxsize=256)
-def _sample(codec: Codec, dtype: mx.Dtype) -> Packed:
-    """The arrays of one block and the constants, for their names, types and sizes."""
+def _sample(codec: Codec, dtype: mx.Dtype) -> dict[str, _Kind]:
+    """What the arrays of one block and the constants look like."""
     spec = codec.spec
     rows = mx.zeros((1, 1, max(spec.block, spec.fit_tokens), codec.dim), dtype=dtype)
     if not spec.fit_tokens:
-        return codec.encode(rows)
-    fitted = (codec := cast(FittedCodec, codec)).fit(rows)
-    return {**codec.encode_fitted(rows[:, :, : spec.block], fitted), **fitted}
+        arrays = codec.encode(rows)
+    else:
+        fitted = (codec := cast(FittedCodec, codec)).fit(rows)
+        arrays = {**codec.encode_fitted(rows[:, :, : spec.block], fitted), **fitted}
+    return {name: _Kind(a.shape, a.dtype) for name, a in arrays.items()}
 
 
 def _cut(a: mx.array, axis: int, start: int, stop: int) -> mx.array:
