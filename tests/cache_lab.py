@@ -30,7 +30,7 @@ EVICTING = [row for row in READY if row.trim == "until_evicted"]
 
 SMALL_OPTIONS: dict[type, Any] = {
     StreamingLLMOptions: StreamingLLMOptions(stream_n_sink=4, stream_window_size=28),
-    AnchorKVOptions: AnchorKVOptions(anchorkv_anchor_frac=1 / 64, anchorkv_window=8),
+    AnchorKVOptions: AnchorKVOptions(anchorkv_window=8),
     AgeTieredKVOptions: AgeTieredKVOptions(age_recent_boundary=32, age_mid_boundary=64),
     SnapKVOptions: SnapKVOptions(snap_budget=32, snap_obs_window=8, snap_n_sink=4),
     SKVQOptions: SKVQOptions(skvq_window=24),

@@ -67,6 +67,7 @@ class PairedStream(Stream):
 
     def due(self, x: mx.array) -> mx.array | None:
         """Rows that appending (B, H, n, D) would move into the body, None when there are none."""
+        x = x[:, :, max(0, self.plan.n_sink - self.sinks.length) :]
         held = self.body.length + self.window.length
         move = self.plan.schedule.frontier(held + x.shape[2]) - self.body.length
         if move <= 0:

@@ -1,7 +1,7 @@
 """anchorkv: a few exact tokens, the others as multiples of them, some with a coded residual.
 
-Each block keeps its anchors exactly: the token most like the others and those least like the
-anchors before it; the first token of a sequence is always one. Every other token is a factor times
+Each block keeps its anchors exactly: the token most like the others, then those least like the ones
+picked. The first token of a sequence is exact too. Every other token is a factor times
 the anchor whose key is most parallel. Where most would be lost, up to `anchorkv_rho` of the tokens,
 the residuals of key and value are coded in a rotated codebook; not where both are shorter than
 `anchorkv_theta` of their row. The newest tokens and the unfinished block are exact.
@@ -76,6 +76,7 @@ class AnchorKVKVCache(PairedCache):
         Raises:
             CacheStateError: when the sequence has more anchors than their numbers reach.
         """
+        del first
         assert values is not None
         k_body, v_body = self._bodies()
         spec = k_body.codec.spec
@@ -86,7 +87,7 @@ class AnchorKVKVCache(PairedCache):
                 f"for sequences of this length"
             )
         before = (k_body.anchors(keys), v_body.anchors(values))
-        return choose(keys, values, before, spec, self.theta, first=first)
+        return choose(keys, values, before, spec, self.theta)
 
     # ---- counters of the documents ------------------------------------------------------
 

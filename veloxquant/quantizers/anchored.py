@@ -36,11 +36,10 @@ class Choice(NamedTuple):
     """(B, H, n/block · anchors) places of the anchors in the n tokens."""
 
 
-def pick_anchors(keys: mx.array, count: int, *, sink: bool) -> mx.array:
+def pick_anchors(keys: mx.array, count: int) -> mx.array:
     """Places (B, H, count) of the anchors of one block (B, H, n, D).
 
-    The first is the token nearest to all others; each next one is the least like those picked. At
-    the start of a sequence its first token comes before them.
+    The first is the token nearest to all others; each next one is the least like those picked.
     """
     unit = unit_rows(keys.astype(mx.float32))
     like = (unit * unit.mean(axis=2, keepdims=True)).sum(axis=-1)
@@ -48,11 +47,7 @@ def pick_anchors(keys: mx.array, count: int, *, sink: bool) -> mx.array:
     near = mx.zeros(like.shape)
     at, places = mx.arange(keys.shape[2]), []
     for i in range(count):
-        if i == 0 and sink:
-            place = mx.zeros(like.shape[:2], dtype=mx.uint32)
-        else:
-            score = like if i <= int(sink) else -near
-            place = mx.argmax(mx.where(free > 0, score, -mx.inf), axis=-1)
+        place = mx.argmax(mx.where(free > 0, -near if i else like, -mx.inf), axis=-1)
         places.append(place)
         free = mx.where(at == place[..., None], 0.0, free)
         own = mx.take_along_axis(unit, place[..., None, None], axis=2)
@@ -198,7 +193,7 @@ class AnchorCodec(ClassedCodec):
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D) as the start of a sequence, keys and values alike."""
-        choice = choose(x, x, (x[:, :, :0], x[:, :, :0]), self.spec, 0.0, first=True)
+        choice = choose(x, x, (x[:, :, :0], x[:, :, :0]), self.spec, 0.0)
         return self.encode_chosen(x, choice, x[:, :, :0])
 
     def encode_chosen(self, x: mx.array, choice: Choice, before: mx.array) -> Packed:
@@ -232,8 +227,6 @@ def choose(
     before: tuple[mx.array, mx.array],
     spec: AnchorSpec,
     theta: float,
-    *,
-    first: bool,
 ) -> Choice:
     """Anchors, nearest anchors and residual places of whole blocks, one block after the other.
 
@@ -243,13 +236,12 @@ def choose(
         before: anchors of the sequence so far, of keys and of values.
         spec: block, anchors and places for residuals.
         theta: relative residual of key and value below which none is stored.
-        first: whether the sequence starts here.
     """
     slots, _ = spec.classes[0]
     known, parts = before, []
     for start in range(0, keys.shape[2], spec.size):
         k, v = (a[:, :, start : start + spec.size] for a in (keys, values))
-        picks = pick_anchors(k, spec.anchors, sink=first and start == 0)
+        picks = pick_anchors(k, spec.anchors)
         known = tuple(
             mx.concatenate([a, take_rows(b, picks)], axis=2)
             for a, b in zip(known, (k, v), strict=True)

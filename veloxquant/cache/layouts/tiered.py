@@ -130,10 +130,10 @@ LARGEST_ANCHOR_BLOCK = 4096
 
 
 def anchorkv_plan(config: KVCacheConfig) -> LayerPlan:
-    """Blocks with at least two anchors behind a window; keys and values choose together."""
+    """The first token, blocks with their anchors, a window; keys and values choose together."""
     share = config.anchorkv_anchor_frac
-    size = min(round_up(math.ceil(2 / share), ANCHOR_BLOCK), LARGEST_ANCHOR_BLOCK)
-    anchors = max(2, math.floor(share * size))
+    size = min(round_up(math.ceil(1 / share), ANCHOR_BLOCK), LARGEST_ANCHOR_BLOCK)
+    anchors = max(1, math.floor(share * size))
     slots = math.floor(config.anchorkv_rho * (size - anchors))
 
     def side(seed: int) -> StreamPlan:
@@ -142,7 +142,7 @@ def anchorkv_plan(config: KVCacheConfig) -> LayerPlan:
             (size - slots, ProjectedSpec(0, seed)),
         )
         spec = AnchorSpec(size, classes, anchors=anchors)
-        return StreamPlan(spec, Trailing(config.anchorkv_window, size))
+        return StreamPlan(spec, Trailing(config.anchorkv_window, size), n_sink=1)
 
     return LayerPlan(side(config.anchorkv_seed), side(config.anchorkv_seed + 1))
 
