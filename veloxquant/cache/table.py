@@ -141,7 +141,7 @@ _ROWS = (
          "One-bit sign sketch of keys", "QJL, arXiv 2406.03482"),
     _row("vecinfer", "quantization", VecInferOptions, "none", "exact", "optional", 1, "ready",
          "Product quantization after a dual transform", "VecInfer, arXiv 2510.06175"),
-    _row("spectral", "quantization", SpectralQuantOptions, "none", "exact", "optional", 1, "planned",
+    _row("spectral", "quantization", SpectralQuantOptions, "none", "exact", "optional", 1, "ready",
          "Eigenbasis with two bit regimes", "SpectralQuant"),
     _row("kivi", "quantization", KIVIOptions, "none", "lossy", "none", 1, "ready",
          "Keys per channel, values per token, newest tokens exact", "KIVI, arXiv 2402.02750"),

@@ -2,8 +2,9 @@
 
 After a random rotation the radius of a coordinates and that of b others are chi distributed, so the
 angle between them has the density cos^(a-1) sin^(b-1) on [0, π/2], which narrows around its middle
-as a and b grow. Sizes that are not powers of two leave a radius over at some levels; it meets its
-sibling one level up. Source: PolarQuant (arXiv 2502.02617).
+as a and b grow. At each level the first half of the radii meets the second. Sizes that are not
+powers of two leave a radius over at some levels; it meets its sibling one level up.
+Source: PolarQuant (arXiv 2502.02617).
 """
 
 import math
@@ -31,7 +32,8 @@ def tree(dim: int) -> tuple[TreeLevel, ...]:
     assert dim % 2 == 0, dim
     sizes, levels = [1] * dim, []
     while len(sizes) > 1:
-        pairs = tuple(zip(sizes[0::2], sizes[1::2], strict=False))
+        half = len(sizes) // 2
+        pairs = tuple(zip(sizes[:half], sizes[half : 2 * half], strict=True))
         carries = len(sizes) % 2 == 1
         levels.append(TreeLevel(pairs, carries))
         sizes = [a + b for a, b in pairs] + ([sizes[-1]] if carries else [])

@@ -84,7 +84,7 @@ class SignCode:
     def __init__(self, sketch: AnySketch, before: mx.array | None = None) -> None:
         self._sketch = sketch
         whole = sketch.matrix if before is None else sketch.matrix @ before
-        self.rows = whole.shape[0]
+        self.rows = whole.shape[-2]
         self.table = CodeTable(self.rows, 1, (-1.0, 1.0), (0.0,), sketch.weight)
         self.map = Matrix(whole)
         # The kernel reads a limited number of rows at a time; parts add up.
@@ -92,8 +92,8 @@ class SignCode:
         self._parts = [(i // 32, self._part(i)) for i in cuts] if len(cuts) > 1 else []
 
     def _part(self, start: int) -> tuple[CodeTable, Matrix]:
-        rows = self.map.matrix[start : start + MAX_DIM]
-        table = CodeTable(rows.shape[0], 1, (-1.0, 1.0), (0.0,), self.table.scale)
+        rows = self.map.matrix[..., start : start + MAX_DIM, :]
+        table = CodeTable(rows.shape[-2], 1, (-1.0, 1.0), (0.0,), self.table.scale)
         return table, Matrix(mx.contiguous(rows))
 
     def encode(self, x: mx.array) -> mx.array:

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of, width
 from veloxquant.cache.plans import After, AtOnce, LayerPlan, StreamPlan
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.ranges import CODEBOOK_BITS
 from veloxquant.quantizers.sizes import CodecSpec, round_up
 from veloxquant.quantizers.specs.affine import AffineTokenSpec
 from veloxquant.quantizers.specs.channel_split import ChannelSplitSpec
 from veloxquant.quantizers.specs.codebook import CodebookSpec
 from veloxquant.quantizers.specs.polar import PolarSpec
 from veloxquant.quantizers.specs.sketch import SketchedCodebookSpec, SketchSpec
+from veloxquant.quantizers.specs.spectral import SpectralSpec, segments
 
 CALIBRATION_TOKENS = 64
 """Tokens that outlier channels are found in when `n_calib_tokens` is None."""
@@ -68,6 +70,36 @@ def polar_plan(config: KVCacheConfig) -> LayerPlan:
     )
 
 
+def spectral_plan(config: KVCacheConfig) -> LayerPlan:
+    """Without a calibration: turboquant_mse. A calibrated layer spends the same bits elsewhere."""
+    bits = width(config)
+    return LayerPlan(
+        everything(CodebookSpec(bits, config.seed, True, "flat")),
+        everything(flat_values(config, bits)),
+    )
+
+
+def calibrated_spectral_specs(
+    config: KVCacheConfig, dims: tuple[int, int], leading: tuple[int, int]
+) -> tuple[SpectralSpec, SpectralSpec]:
+    """In eigenbases of the sizes `dims`, keys and values, with so many leading directions each.
+
+    With a sketch the leading directions of keys give their additional bit to it.
+    """
+    bits = width(config)
+    keys, values = (
+        segments(dim, bits, front, max(CODEBOOK_BITS))
+        for dim, front in zip(dims, leading, strict=True)
+    )
+    signs = keys[0][0] if config.spectral_apply_qjl and len(keys) > 1 else 0
+    if signs:
+        keys = ((signs, bits), *keys[1:])
+    return (
+        SpectralSpec(keys, signs, config.seed, unbiased=True),
+        SpectralSpec(values, 0, config.seed + 1, unbiased=False),
+    )
+
+
 def _loud_rows(config: KVCacheConfig) -> int | None:
     """Signs of the loud channels, in proportion to their number and in whole words."""
     if config.jl_dim is None or config.n_outlier_channels is None:
@@ -107,5 +139,6 @@ HELD: dict[str, SizeOf] = sizes_of(
         "turboquant_prod": turboquant_prod_plan,
         "qjl": qjl_plan,
         "polar": polar_plan,
+        "spectral": spectral_plan,
     }
 )

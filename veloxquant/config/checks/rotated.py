@@ -14,6 +14,7 @@ from veloxquant.config.ranges import (
     refuse,
     unused,
 )
+from veloxquant.config.rotations import DEFAULT_NAME, is_plain_name, rotations_file
 
 MAX_SIGNS = 4096
 OUTLIERS = tuple(f for f in NO_OUTLIERS if f not in ("enable_fused_query_dot", "observers"))
@@ -58,6 +59,24 @@ def check_polar(config: KVCacheConfig) -> None:
     _standalone(config)
 
 
+def check_spectral(config: KVCacheConfig) -> None:
+    """Bits, sizes of the signal block, and rotations that exist where a name is given."""
+    bits(config, CODEBOOK_BITS)
+    for field in ("spectral_key_d_eff", "spectral_val_d_eff"):
+        integer(config, field, 0)
+    flag(config, "spectral_apply_qjl")
+    name = config.spectral_model_name
+    known = is_plain_name(name) and (name == DEFAULT_NAME or rotations_file(name).is_file())
+    if not known:
+        raise refuse(
+            "spectral_model_name", name,
+            f"{DEFAULT_NAME!r} or a name that rotations were saved under, see "
+            f"veloxquant.spectral.calibrate",
+        )  # fmt: skip
+    unused(config, OUTLIERS)
+    _standalone(config)
+
+
 def _signs(config: KVCacheConfig) -> None:
     """Whole bytes of signs."""
     if config.jl_dim is None:
@@ -96,4 +115,5 @@ CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "turboquant_prod": check_turboquant_prod,
     "qjl": check_qjl,
     "polar": check_polar,
+    "spectral": check_spectral,
 }
