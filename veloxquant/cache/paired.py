@@ -23,18 +23,21 @@ from veloxquant.quantizers.classed import ClassedCodec
 class ClassStore(Store):
     """Blocks of tokens in classes; `marks` is what was chosen for the rows that come next."""
 
-    codec: ClassedCodec
-
     def __init__(self, codec: ClassedCodec, step: int) -> None:
         super().__init__(cast(Codec, codec), step)
         self.marks: Any = None
 
+    @property
+    def classed(self) -> ClassedCodec:
+        """The codec, which knows classes."""
+        return cast(ClassedCodec, self.codec)
+
     def _encode(self, x: mx.array) -> Packed:
-        count = self.codec.spec.fit_tokens
-        if count and not self._fitted:
-            self._fitted = {n: mx.contiguous(a) for n, a in self.codec.fit(x[:, :, :count]).items()}
+        codec = self.classed
+        if (count := codec.spec.fit_tokens) and not self._fitted:
+            self._fitted = {n: mx.contiguous(a) for n, a in codec.fit(x[:, :, :count]).items()}
         assert self.marks is not None
-        return self.codec.encode_marked(x, self.marks, self._fitted)
+        return codec.encode_marked(x, self.marks, self._fitted)
 
     @property
     def constants(self) -> Packed:
@@ -42,17 +45,17 @@ class ClassStore(Store):
         return self._fitted
 
     def _range(self, name: str, start: int, stop: int) -> mx.array:
-        return super()._range(name, 0 if name in self.codec.whole else start, stop)
+        return super()._range(name, 0 if name in self.classed.whole else start, stop)
 
     def by_class(self) -> list[Store]:
         """The classes as stores that share the buffers of this one; to be read, not written."""
-        out, blocks = [], self.length // self.codec.spec.size
-        for part, arrays in self.codec.by_class(self._packed()):
+        out, blocks = [], self.length // self.classed.spec.size
+        for part, arrays in self.classed.by_class(self._packed()):
             view = Store(part.codec, 1)
             view._arrays = {n: a for n, a in arrays.items() if n in part.codec.axes}
             view._fitted = {n: a for n, a in arrays.items() if n not in part.codec.axes}
-            view._stop = blocks * part.count
-            view.capacity = self.capacity // self.codec.spec.size * part.count
+            view._stop = blocks * part.tokens
+            view.capacity = self.capacity // self.classed.spec.size * part.tokens
             out.append(view)
         return out
 

@@ -94,7 +94,7 @@ class StreamPlan:
     schedule: Schedule
     n_sink: int = 0
 
-    def rows(self, tokens: int) -> tuple[int, int, int]:
+    def rows(self, tokens: int) -> tuple[int, ...]:
         """Tokens in sinks, body and window once `tokens` were seen."""
         sinks = min(tokens, self.n_sink)
         body = self.schedule.frontier(tokens - sinks)

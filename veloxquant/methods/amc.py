@@ -39,13 +39,13 @@ class AMCKVCache(PairedCache):
         """Tiers by distance from the mean key, and by cosine with recent queries if wanted."""
         del values
         body = cast(ClassStore, self.keys_stream.body)
-        constants = body.codec.fit(keys[:, :, :AMC_BLOCK]) if first else body.constants
+        constants = body.classed.fit(keys[:, :, :AMC_BLOCK]) if first else body.constants
         away = keys.astype(mx.float32) - constants["c"].astype(mx.float32)
         saliency = mx.linalg.norm(away, axis=-1)
         if self.recent is not None and self.alpha > 0:
             near = cosine_saliency(self.recent, keys)
             saliency = (1 - self.alpha) * _share(saliency) + self.alpha * _share(near)
-        return body.codec.classes(saliency)
+        return body.classed.classes(saliency)
 
     def observe(self, queries: mx.array, scale: float) -> None:
         """Keep the newest queries while they take part in the ranking."""
@@ -100,7 +100,7 @@ class AMCKVCache(PairedCache):
 
     def _in_tier(self, tier: int) -> int:
         body = cast(ClassStore, self.keys_stream.body)
-        count, _ = body.codec.spec.classes[tier]
+        count, _ = body.classed.spec.classes[tier]
         return body.length // AMC_BLOCK * count
 
     @property

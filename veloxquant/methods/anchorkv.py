@@ -29,11 +29,14 @@ from veloxquant.quantizers.specs.anchored import MAX_ANCHORS
 class AnchorStore(ClassStore):
     """Blocks that refer to anchors of their own and of earlier blocks."""
 
-    codec: AnchorCodec
+    @property
+    def anchored(self) -> AnchorCodec:
+        """The codec, which knows anchors."""
+        return cast(AnchorCodec, self.codec)
 
     def _encode(self, x: mx.array) -> Packed:
         assert self.marks is not None
-        return self.codec.encode_chosen(x, self.marks, self.anchors(x))
+        return self.anchored.encode_chosen(x, self.marks, self.anchors(x))
 
     def anchors(self, like: mx.array) -> mx.array:
         """Anchors so far, (B, H, a, D), in the type of `like`."""
@@ -44,7 +47,9 @@ class AnchorStore(ClassStore):
     def residual_norms(self) -> mx.array | None:
         """Norms of the coded residuals, 0 for places not used; None without any place."""
         norms = self._packed().get("n0")
-        return norms[:, :, : self.codec.axes["n0"].at(self.length)] if norms is not None else None
+        return (
+            norms[:, :, : self.anchored.axes["n0"].at(self.length)] if norms is not None else None
+        )
 
 
 class AnchorStream(PairedStream):
@@ -79,7 +84,7 @@ class AnchorKVKVCache(PairedCache):
         del first
         assert values is not None
         k_body, v_body = self._bodies()
-        spec = k_body.codec.spec
+        spec = k_body.anchored.spec
         total = (k_body.length + keys.shape[2]) // spec.size * spec.anchors
         if total > MAX_ANCHORS:
             raise CacheStateError(
@@ -120,7 +125,7 @@ class AnchorKVKVCache(PairedCache):
     def n_anchor_total(self) -> int:
         """Anchors of one head."""
         body = self._bodies()[0]
-        return body.length // body.codec.spec.size * body.codec.spec.anchors
+        return body.length // body.anchored.spec.size * body.anchored.spec.anchors
 
     @property
     def n_residual_total(self) -> int:
@@ -128,7 +133,8 @@ class AnchorKVKVCache(PairedCache):
         norms = [body.residual_norms() for body in self._bodies()]
         if norms[0] is None or norms[1] is None:
             return 0
-        return int(((norms[0] != 0) | (norms[1] != 0)).sum().item())
+        used = (norms[0] != 0) | (norms[1] != 0)
+        return cast(int, used.sum().item())
 
 
 def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> AnchorKVKVCache:

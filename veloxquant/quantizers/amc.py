@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -84,7 +85,7 @@ def amc_query_aware_saliency_batched(
 
 def amc_assign_tiers(saliency: mx.array, k_high: float = 0.2, k_mid: float = 0.3) -> list[int]:
     """Tier of each of (N,) tokens: the most salient ceil(k_high·N) first."""
-    return amc_assign_tiers_batched(saliency[None], k_high, k_mid)[0].tolist()
+    return cast(list[int], amc_assign_tiers_batched(saliency[None], k_high, k_mid)[0].tolist())
 
 
 def amc_assign_tiers_batched(

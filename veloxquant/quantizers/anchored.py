@@ -205,8 +205,8 @@ class AnchorCodec(ClassedCodec):
         flat = order + (mx.arange(n // self.spec.size) * self.spec.size)[:, None]
         out, start = {"m": self.map_of(choice.classes), "a": own}, 0
         for part in self.parts:
-            places = flat[..., start : start + part.count].reshape(batch, heads, -1)
-            start += part.count
+            places = flat[..., start : start + part.tokens].reshape(batch, heads, -1)
+            start += part.tokens
             ids, coded = (
                 mx.take_along_axis(a, places, axis=-1) for a in (choice.ids, choice.coded)
             )

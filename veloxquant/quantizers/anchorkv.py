@@ -181,7 +181,7 @@ def allocate_residual_budget(utilities: list[mx.array], n_slots: int) -> list[mx
     flat = mx.concatenate([u.astype(mx.float32) for u in utilities])
     order = mx.argsort(mx.argsort(-flat))
     edges = np.cumsum(sizes)[:-1].tolist()
-    return mx.split(order < n_slots, edges)
+    return list(mx.split(order < n_slots, edges))
 
 
 def anchorkv_budget_slots(

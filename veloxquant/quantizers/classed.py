@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
     number: int
     codec: Codec
-    count: int
+    tokens: int
 
 
 def _blocks(x: mx.array, size: int) -> mx.array:
@@ -48,7 +48,7 @@ class ClassedCodec(Shared):
         for part in self.parts:
             for name, (axis, num, den) in part.codec.axes.items():
                 self.axes[f"{name}{part.number}"] = TokenAxis(
-                    axis, num * part.count, den * spec.size
+                    axis, num * part.tokens, den * spec.size
                 )
 
     # ---- coding -------------------------------------------------------------------------
@@ -88,9 +88,9 @@ class ClassedCodec(Shared):
         rows = mx.take_along_axis(_blocks(x, size), order[..., None], axis=3)
         out, start = {"m": self.map_of(classes)}, 0
         for part in self.parts:
-            own = rows[:, :, :, start : start + part.count]
-            own = mx.contiguous(own.reshape(batch, heads, n // size * part.count, dim))
-            start += part.count
+            own = rows[:, :, :, start : start + part.tokens]
+            own = mx.contiguous(own.reshape(batch, heads, n // size * part.tokens, dim))
+            start += part.tokens
             if part.codec.spec.fit_tokens:
                 coded = cast(FittedCodec, part.codec).encode_fitted(own, fitted)
             else:
@@ -129,7 +129,7 @@ class ClassedCodec(Shared):
     def scores(self, q: mx.array, packed: Packed) -> mx.array:
         """q·Kᵀ, tokens in their own order."""
         pieces = [
-            _split(part.codec.scores(q, own), part.count) for part, own in self.by_class(packed)
+            _split(part.codec.scores(q, own), part.tokens) for part, own in self.by_class(packed)
         ]
         sorted_scores = mx.concatenate(pieces, axis=-1)
         back = mx.argsort(self.order(packed), axis=-1)[:, :, None]
@@ -143,9 +143,9 @@ class ClassedCodec(Shared):
         )
         out, start = mx.zeros((), dtype=w.dtype), 0
         for part, own in self.by_class(packed):
-            piece = wide[..., start : start + part.count]
+            piece = wide[..., start : start + part.tokens]
             out = out + part.codec.mix(piece.reshape(*piece.shape[:3], -1), own)
-            start += part.count
+            start += part.tokens
         return out
 
     def native(self, packed: Packed, start: int, stop: int) -> None:
@@ -155,7 +155,7 @@ class ClassedCodec(Shared):
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """Rows (B, H, T, D), tokens in their own order."""
         rows = mx.concatenate(
-            [_blocks(part.codec.decode(own, dtype), part.count)
+            [_blocks(part.codec.decode(own, dtype), part.tokens)
              for part, own in self.by_class(packed)],
             axis=3,
         )  # fmt: skip

@@ -72,6 +72,6 @@ class NestedTokenCodec(AffineTokenCodec):
         self.chain = spec.chain
         self._first = AffineTokenCodec(dim, AffineTokenSpec(spec.chain[0], spec.group))
 
-    def encode(self, x: mx.array) -> Packed:
-        """Pack (B, H, n, D) for any n; every token alone."""
-        return recode_along(self._first.encode(x), self.chain)
+    def encode(self, x: mx.array, dtype: mx.Dtype | None = None) -> Packed:
+        """Pack (B, H, n, D) for any n; every token alone. Scales in `dtype`, else as `x`."""
+        return recode_along(self._first.encode(x, dtype), self.chain)

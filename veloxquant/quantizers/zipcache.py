@@ -89,7 +89,8 @@ def zipcache_compress(
     count = math.ceil(hi_fraction * x.shape[0])
     high = channel_quant(x[order[:count]], hi_bits, group_size)
     low = channel_quant(x[order[count:]], lo_bits, group_size)
-    return ZipCacheState(*high, *low, mask, hi_bits, lo_bits, *x.shape, group_size)
+    n, dim = x.shape
+    return ZipCacheState(*high, *low, mask, hi_bits, lo_bits, n, dim, group_size)
 
 
 def zipcache_reconstruct(state: ZipCacheState) -> mx.array:
