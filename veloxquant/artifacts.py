@@ -243,7 +243,7 @@ class NpyArtifactStore(_Store):
     def _write(self, name: str, array: np.ndarray) -> None:
         data = io.BytesIO()
         np.save(data, array, allow_pickle=False)
-        _replace(self.root / f"{name}.npy", data.getvalue())
+        write_file(self.root / f"{name}.npy", data.getvalue())
 
     def calibration_file(self, model: str, method: str) -> Path:
         """Where the calibration of a method for the model with this key lies."""
@@ -269,7 +269,7 @@ class NpyArtifactStore(_Store):
         data = io.BytesIO()
         packed[_META] = np.frombuffer(text, dtype=np.uint8)
         np.savez(data, **packed)  # pyright: ignore[reportArgumentType] - arrays, no flag
-        _replace(path, data.getvalue())
+        write_file(path, data.getvalue())
 
     def load_calibration(self, model: str, method: str) -> Calibration | None:
         """What was saved for this model and method; None without, or when it cannot be read."""
@@ -315,8 +315,8 @@ def _load_calibration(path: Path) -> Calibration:
     return found
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file in one step; permissions follow the umask."""
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file in one step, folders included; permissions follow the umask."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock:
         number = next(_counter)

@@ -108,16 +108,42 @@ def collect(
     Raises:
         QuantizerConfigError: when no layer can be compressed, or the text is too short.
     """
-    if plan.compressed == 0:
-        raise QuantizerConfigError(
-            "no layer of this model can be compressed, so there is nothing to calibrate"
-        )
     if len(tokens) < LEAST_TOKENS:
         raise QuantizerConfigError(
             f"the text has {len(tokens)} tokens; give at least {LEAST_TOKENS}"
         )
     pieces = [tokens[i : i + window] for i in range(0, len(tokens), window)]
     pieces = [piece for piece in pieces if len(piece) >= min(LEAST_TOKENS, window)] or [tokens]
+    return sample_pieces(plan, pieces, rows, seed=seed, report=report)
+
+
+def sample_pieces(
+    plan: ModelPlan,
+    pieces: Sequence[Sequence[int]],
+    rows: int,
+    *,
+    seed: int = 42,
+    report: Callable[[int, int], None] = silent,
+) -> Samples:
+    """Sample every compressed layer while the model reads texts that know nothing of each other.
+
+    Args:
+        plan: what the probe found; the model in it is run.
+        pieces: tokens of each text, at least one.
+        rows: tokens kept of each layer, spread over all pieces by their length.
+        seed: of the choice of tokens.
+        report: gets tokens done and tokens in all.
+
+    Raises:
+        QuantizerConfigError: when no layer can be compressed, or there is no text.
+    """
+    if plan.compressed == 0:
+        raise QuantizerConfigError(
+            "no layer of this model can be compressed, so there is nothing to calibrate"
+        )
+    pieces = [piece for piece in pieces if len(piece)]
+    if not pieces:
+        raise QuantizerConfigError("there is no text to read; give one with tokens")
     total = sum(map(len, pieces))
     rng = np.random.default_rng(seed)
     parts: list[list[dict[str, mx.array | None]]] = [[] for _ in range(plan.compressed)]

@@ -65,7 +65,7 @@ class SpectralQuantizer(Quantizer):
         z = self.rotation.apply(direction)
         head, length = unit(z[:, : self.d_s])
         tail, _ = unit(z[:, self.d_s :])
-        codes = self.signal.quantize(head), self.noise.quantize(tail)
+        codes = [self.signal.quantize(head), self.noise.quantize(tail)]
         ev = EncodedVector(
             "spectral", x.shape[0], self.d, indices=mx.concatenate(codes, axis=1),
             norm=narrow(norm, dtype), final_radius=length.astype(mx.float16),
