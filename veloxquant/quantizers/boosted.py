@@ -11,6 +11,7 @@ the page, to which the error of min/max codes is closer than the paper's mean ma
 import mlx.core as mx
 
 from veloxquant.dsa.mlx_pack import pack, unpack
+from veloxquant.kernels.native import NativeRun
 from veloxquant.quantizers.affine import AffineChannelCodec, affine_encode
 from veloxquant.quantizers.base import NativeParts, Packed, Shared, TokenAxis
 from veloxquant.quantizers.specs.grouped import BoostedSpec, index_bytes
@@ -19,6 +20,18 @@ from veloxquant.quantizers.specs.grouped import BoostedSpec, index_bytes
 def liveliest(variance: mx.array, count: int) -> mx.array:
     """The `count` channels of largest variance of (..., D), ascending; equal ones: lower first."""
     return mx.sort(mx.argsort(-variance, axis=-1)[..., :count], axis=-1)
+
+
+def upper_plane(base: NativeRun, words: mx.array, bits: int, below: int) -> NativeRun:
+    """A part that adds codes of `bits` bits above the `below` bits of an affine run.
+
+    `words` are laid out as those of the base, for every row.
+    """
+    assert base.scale is not None
+    # In fp32, where the shifted steps of 16-bit scales cannot overflow.
+    scale = base.scale.astype(mx.float32) * (1 << below)
+    data = mx.contiguous(words)
+    return base._replace(data=data, bits=bits, scale=scale, bias=mx.zeros_like(scale))
 
 
 class BoostedCodec(Shared):
@@ -88,9 +101,18 @@ class BoostedCodec(Shared):
         """w·V from unpacked rows; the format is meant for keys."""
         return w @ self.decode(packed, w.dtype)
 
-    def native(self, packed: Packed, start: int, stop: int) -> NativeParts | None:
-        """The kernel reads this format only where no channel is boosted."""
-        return None if self.count else self.base.native(packed, start, stop)
+    def native(self, packed: Packed, start: int, stop: int) -> NativeParts:
+        """Both planes, the second spread over all channels for the time of a step."""
+        plain = self.base.native(packed, start, stop)
+        if not self.count:
+            return plain
+        batch, heads, pages, _, words = packed["h"].shape
+        at = packed["c"].swapaxes(2, 3)[..., None]
+        wide = mx.zeros((batch, heads, self.dim, pages, words), dtype=mx.uint32)
+        wide = mx.put_along_axis(wide, at, packed["h"].swapaxes(2, 3), axis=2)
+        return plain, upper_plane(
+            plain, wide.reshape(batch, heads, self.dim, -1), self.extra, self.spec.low
+        )
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """Rows (B, H, T, D)."""

@@ -14,7 +14,8 @@ import numpy as np
 from veloxquant.allocators.head_bits import allocate_units
 from veloxquant.dsa.mlx_pack import pack
 from veloxquant.quantizers.affine import AffineChannelCodec, AffineTokenCodec, affine_encode
-from veloxquant.quantizers.base import Packed, Shared, TokenAxis
+from veloxquant.quantizers.base import NativeParts, Packed, Shared, TokenAxis
+from veloxquant.quantizers.boosted import upper_plane
 from veloxquant.quantizers.importance import block_sums, importance_of
 from veloxquant.quantizers.levels import codes_of
 from veloxquant.quantizers.specs.head_bits import (
@@ -127,7 +128,9 @@ class _HeadBitsCodec(Shared):
         fits = nth < heads * most
         from_ = source[:, mx.array(block), mx.array(np.where(fits, nth, 0))]
         at = (from_ + mx.array(block * heads * most)).astype(mx.uint32)
-        filled = mx.take_along_axis(used.reshape(batch, -1), at, axis=1) & mx.array(fits.tolist())
+        filled = mx.take_along_axis(used.reshape(batch, -1), at, axis=1) & mx.array(
+            fits.tolist(), mx.bool_
+        )
         head, level = from_ // most, from_ % most
         line = (head * blocks + mx.array(block)).astype(mx.uint32)
         codes = mx.take_along_axis(
@@ -184,9 +187,21 @@ class _HeadBitsCodec(Shared):
         """w·V."""
         return w @ self.decode(packed, w.dtype)
 
-    def native(self, packed: Packed, start: int, stop: int) -> None:
-        """The compiled kernel has no such form."""
-        del packed, start, stop
+    def native(self, packed: Packed, start: int, stop: int) -> NativeParts:
+        """The base plane, and the tiles spread to whole planes for the time of a step."""
+        plain = self.base.native(packed, start, stop)
+        if not packed["t"].shape[1]:
+            return plain
+        batch, heads, blocks = packed["n"].shape
+        most, unit = self.spec.units[1], self.spec.unit
+        _, line, _ = self._lines(packed)
+        at = line * most + (packed["t"] & 255)
+        wide = mx.zeros((batch, heads * blocks * most, *packed["x"].shape[2:]), dtype=mx.uint32)
+        wide = wide.at[mx.arange(batch)[:, None], at].add(packed["x"])
+        wide = wide.reshape(batch, heads, blocks, most, *packed["x"].shape[2:])
+        planes = [self._laid(wide[:, :, :, p]) for p in range(most)]
+        low = self.spec.choices[0]
+        return plain, *(upper_plane(plain, w, unit, low + p * unit) for p, w in enumerate(planes))
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """Rows (B, H, T, D)."""

@@ -124,3 +124,26 @@ def test_bytes_of_the_default() -> None:
 def test_out_of_range(field: str, value: object) -> None:
     with pytest.raises(QuantizerConfigError, match=f"{field}={value!r}"):
         cache_of(random_tokens(1), **{field: value})
+
+
+def check_kernel(tokens, **fields) -> None:
+    """Decode steps through the compiled kernel are those of the array operations."""
+    caches = [cache_of(tokens, **fields) for _ in range(2)]
+    caches[1].use_kernels = False
+    n = tokens.length - 2
+    outs = []
+    for cache in caches:
+        feed(cache, tokens.cut(0, n), 200)
+        outs.append(feed(cache, tokens.cut(n, n + 2), 1))
+    assert worst(*outs) < 2e-4
+
+
+@pytest.mark.parametrize("choices", [(2, 3, 4), (1, 3, 5), (1, 4, 6), (4, 6, 8)])
+@pytest.mark.parametrize("group", [32, 64])
+def test_the_kernel_reads_all_planes(choices: tuple[int, int, int], group: int) -> None:
+    low, middle, high = choices
+    for heads in (1, 3):
+        check_kernel(
+            wavering(300, heads=heads), adakv_target_avg_bits=(low + middle) / 2,
+            adakv_lo_bit=low, adakv_mid_bit=middle, adakv_hi_bit=high, adakv_group_size=group,
+        )  # fmt: skip

@@ -102,3 +102,22 @@ def test_widths_must_differ_and_windows_hold_whole_pages() -> None:
         cache_of(tokens, common={"residual_length": 96}, kitty_group_size=64)
     with pytest.raises(QuantizerConfigError, match="no effect"):
         cache_of(tokens, common={"bit_width_inlier": 4})
+
+
+def check_kernel(tokens, **fields) -> None:
+    """Decode steps through the compiled kernel are those of the array operations."""
+    caches = [cache_of(tokens, **fields) for _ in range(2)]
+    caches[1].use_kernels = False
+    n = tokens.length - 2
+    outs = []
+    for cache in caches:
+        feed(cache, tokens.cut(0, n), 200)
+        outs.append(feed(cache, tokens.cut(n, n + 2), 1))
+    assert worst(*outs) < 2e-4
+
+
+@pytest.mark.parametrize(("low", "high"), [(2, 3), (2, 4), (2, 8), (4, 8)])
+def test_the_kernel_reads_both_planes(low: int, high: int) -> None:
+    for heads, dim in ((1, 64), (3, 80)):
+        tokens = random_tokens(300, seed=7, heads=heads, k_dim=dim)
+        check_kernel(tokens, kitty_lo_bit=low, kitty_hi_bit=high, kitty_hi_fraction=0.3)
