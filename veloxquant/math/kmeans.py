@@ -12,9 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 _ROWS = 64
-"""Rows of one product with a single table; with 4,096 centroids its scores fill a level-2 cache."""
+"""Rows of one product at most."""
 _ROWS_EACH = 16
-"""Rows of one product where every group of vectors has a table of its own."""
+"""The same where every group of vectors has a table of its own."""
+_PRODUCT = 1 << 18
+"""Multiplications up to which OpenBLAS does a product on the calling thread; waking others for
+thousands of small products can cost a hundred times the work."""
 _THREAD_SCORES = 1 << 23
 """Scores from which a second thread pays."""
 _START_ROWS = 1 << 14
@@ -24,13 +27,15 @@ MOST_ROWS = 1 << 18
 
 
 class Nearest:
-    """Search in one table of centroids (K, d), or in one for each of G groups of vectors, (G, K, d)."""
+    """Search in one table of centroids (K, d), or in one a group of vectors, (G, K, d)."""
 
     def __init__(self, centroids: np.ndarray) -> None:
         c = np.asarray(centroids, dtype=np.float32)
         self.many = c.ndim == 3
         self.size, self.dim = c.shape[-2:]
         half = np.square(c).sum(axis=-1, keepdims=True) * np.float32(-0.5)
+        most = _ROWS_EACH if self.many else _ROWS
+        self._rows = max(4, min(most, _PRODUCT // (self.size * (self.dim + 1)) // 4 * 4))
         self._table = np.ascontiguousarray(np.concatenate([c, half], axis=-1).swapaxes(-1, -2))
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
@@ -48,7 +53,7 @@ class Nearest:
             return self._search_each(wide)
         out = np.empty(len(wide), dtype=np.int64)
         parts = 2 if len(wide) * self.size >= _THREAD_SCORES and (os.cpu_count() or 1) > 1 else 1
-        step = -(-len(wide) // (parts * _ROWS)) * _ROWS
+        step = -(-len(wide) // (parts * self._rows)) * self._rows
         cuts = [(wide[i : i + step], out[i : i + step]) for i in range(0, len(wide), step or 1)]
         if len(cuts) > 1:
             with ThreadPoolExecutor(len(cuts)) as pool:
@@ -58,18 +63,18 @@ class Nearest:
         return out
 
     def _search(self, wide: np.ndarray, out: np.ndarray) -> None:
-        scores = np.empty((_ROWS, self.size), dtype=np.float32)
-        for i in range(0, len(wide), _ROWS):
-            rows = _filled(wide[i : i + _ROWS], _ROWS)
-            np.matmul(rows, self._table, out=scores)
-            out[i : i + _ROWS] = scores.argmax(axis=1)[: len(wide) - i]
+        n = self._rows
+        scores = np.empty((n, self.size), dtype=np.float32)
+        for i in range(0, len(wide), n):
+            np.matmul(_filled(wide[i : i + n], n), self._table, out=scores)
+            out[i : i + n] = scores.argmax(axis=1)[: len(wide) - i]
 
     def _search_each(self, wide: np.ndarray) -> np.ndarray:
         out = np.empty(wide.shape[:-1], dtype=np.int64)
-        for i in range(0, wide.shape[1], _ROWS_EACH):
-            rows = _filled(wide[:, i : i + _ROWS_EACH], _ROWS_EACH)
-            best = np.matmul(rows, self._table).argmax(axis=-1)
-            out[:, i : i + _ROWS_EACH] = best[:, : wide.shape[1] - i]
+        n = self._rows
+        for i in range(0, wide.shape[1], n):
+            best = np.matmul(_filled(wide[:, i : i + n], n), self._table).argmax(axis=-1)
+            out[:, i : i + n] = best[:, : wide.shape[1] - i]
         return out
 
 

@@ -69,6 +69,9 @@ def with_signs(magnitudes: np.ndarray) -> np.ndarray:
     return full.reshape((1 << sub) * size, sub)
 
 
-def wanted_samples(size: int) -> int:
-    """Training vectors for a table of `size` centroids that is not shipped."""
-    return max(1 << 15, min(N_SAMPLES, 64 * size))
+def centroids(size: int, sub: int, kind: Kind, seed: int = SEED) -> np.ndarray:
+    """As `gaussian_centroids`, with as many samples as a table of this size needs."""
+    if seed == SEED and size == SHIPPED_SIZE and sub in SHIPPED_SUBS[kind]:
+        return gaussian_centroids(size, sub, kind=kind)
+    samples = max(1 << 15, min(N_SAMPLES, 64 * size))
+    return gaussian_centroids(size, sub, seed, samples, kind=kind)

@@ -102,11 +102,7 @@ def gaussian_table(sub: int, bits: int) -> VectorTable:
     n_signs = gaussian.sign_bits(sub, bits)
     size = 1 << (bits - n_signs)
     kind: gaussian.Kind = "magnitude" if n_signs else "signed"
-    if size == gaussian.SHIPPED_SIZE and sub in gaussian.SHIPPED_SUBS[kind]:
-        centroids = gaussian.gaussian_centroids(size, sub, kind=kind)
-    else:
-        samples = gaussian.wanted_samples(size)
-        centroids = gaussian.gaussian_centroids(size, sub, n_samples=samples, kind=kind)
+    centroids = gaussian.centroids(size, sub, kind)
     return VectorTable(gaussian.with_signs(centroids) if n_signs else centroids, n_signs)
 
 
@@ -213,7 +209,6 @@ class VectorCodec(Shared):
 
     def native(self, packed: Packed, start: int, stop: int) -> None:
         """The compiled kernel has no such form."""
-        return None
 
 
 def tiles(packed: Packed, codec: VectorCodec) -> list[Packed]:

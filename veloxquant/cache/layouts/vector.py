@@ -1,10 +1,10 @@
 """Layouts of the methods that code vectors by codebooks of vectors."""
 
 from veloxquant.cache.layouts.base import SizeOf, sizes_of
-from veloxquant.cache.plans import AtOnce, LayerPlan, Schedule, StreamPlan, Trailing
+from veloxquant.cache.plans import AtOnce, LayerPlan, Schedule, StreamPlan, Trailing, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import VecInferOptions
-from veloxquant.quantizers.specs.vector import VectorSpec
+from veloxquant.quantizers.specs.vector import NSNSpec, VectorSpec
 
 
 def vecinfer_window(config: KVCacheConfig) -> int:
@@ -37,4 +37,12 @@ def vecinfer_plan(
     return LayerPlan(StreamPlan(keys, schedule), StreamPlan(values, schedule))
 
 
-HELD: dict[str, SizeOf] = sizes_of({"vecinfer": vecinfer_plan})
+def nsnquant_plan(config: KVCacheConfig) -> LayerPlan:
+    """Keys and values alike in chunks at absolute positions; a rest of a chunk waits exact."""
+    chunk = config.nsn_residual_length
+    spec = NSNSpec(config.nsn_bits, chunk, config.nsn_subvector_dim, config.nsn_seed)
+    stream = StreamPlan(spec, WholeBlocks(chunk))
+    return LayerPlan(stream, stream)
+
+
+HELD: dict[str, SizeOf] = sizes_of({"vecinfer": vecinfer_plan, "nsnquant": nsnquant_plan})

@@ -4,10 +4,19 @@ from collections.abc import Callable
 
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import VecInferOptions
-from veloxquant.config.ranges import AFFINE_BITS, NO_OUTLIERS, bits, integer, refuse, unused
+from veloxquant.config.ranges import (
+    AFFINE_BITS,
+    NO_OUTLIERS,
+    bits,
+    integer,
+    one_of,
+    refuse,
+    unused,
+)
 
 MAX_SUB = 64
 MAX_CODE_BITS = 16
+MAX_NSN_SUB = 12
 
 
 def _sub_dim(config: KVCacheConfig, field: str) -> int:
@@ -29,4 +38,27 @@ def check_vecinfer(config: KVCacheConfig) -> None:
     unused(config, NO_OUTLIERS)
 
 
-CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"vecinfer": check_vecinfer}
+def check_nsnquant(config: KVCacheConfig) -> None:
+    """One or two bits a channel, which fixes the codebook's size; chunks of at least 16 tokens."""
+    bits(config, AFFINE_BITS)
+    one_of(config, "nsn_bits", (1, 2))
+    sub = integer(config, "nsn_subvector_dim", 1, MAX_NSN_SUB)
+    if config.head_dim % sub:
+        raise refuse("nsn_subvector_dim", sub, f"a divisor of head_dim={config.head_dim}")
+    size = integer(config, "nsn_codebook_size", 2)
+    if size != 1 << sub:
+        raise refuse(
+            "nsn_codebook_size", size,
+            f"2^nsn_subvector_dim = {1 << sub}: nsn_bits={config.nsn_bits} takes one bit a channel "
+            f"for the code" + (" and one for the sign" if config.nsn_bits == 2 else ""),
+        )  # fmt: skip
+    chunk = integer(config, "nsn_residual_length", 16)
+    integer(config, "nsn_seed", 0)
+    integer(config, "nsn_max_ctx", chunk)
+    unused(config, NO_OUTLIERS)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
+    "vecinfer": check_vecinfer,
+    "nsnquant": check_nsnquant,
+}
