@@ -14,6 +14,7 @@ from veloxquant.cache.table import TABLE, MethodRow
 from veloxquant.cache.view import CacheView
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import (
+    A2ATSOptions,
     AgeTieredKVOptions,
     AnchorKVOptions,
     CacheGenOptions,
@@ -30,6 +31,9 @@ EVICTING = [row for row in READY if row.trim == "until_evicted"]
 
 SMALL_OPTIONS: dict[type, Any] = {
     StreamingLLMOptions: StreamingLLMOptions(stream_n_sink=4, stream_window_size=28),
+    A2ATSOptions: A2ATSOptions(
+        a2ats_codebook_bits=4, a2ats_window=16, a2ats_retrieval_fraction=1.0
+    ),
     AnchorKVOptions: AnchorKVOptions(anchorkv_window=8),
     AgeTieredKVOptions: AgeTieredKVOptions(age_recent_boundary=32, age_mid_boundary=64),
     SnapKVOptions: SnapKVOptions(snap_budget=32, snap_obs_window=8, snap_n_sink=4),
