@@ -108,6 +108,29 @@ def test_attention_reads_what_it_holds(budget: int, kernels: bool | None) -> Non
     assert worst(out, wanted) <= 1e-4
 
 
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(80, 80), (112, 96), (192, 128), (256, 256)])
+def test_other_head_sizes(k_dim: int, v_dim: int) -> None:
+    tokens = random_tokens(351, seed=14, heads=1, k_dim=k_dim, v_dim=v_dim)
+    cache = filled(tokens.cut(0, 350))
+    last = tokens.cut(350, 351)
+    out = attend(cache, last)
+    keys, values = held_rows(cache)
+    wanted = mx.fast.scaled_dot_product_attention(last.queries, keys, values, scale=k_dim**-0.5)
+    assert worst(out, wanted) <= 1e-4
+    for got, true in ((keys, tokens.keys), (values, tokens.values)):
+        assert mx.square(got - true).mean().item() < 0.5 * mx.square(true).mean().item()
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float32], ids=str)
+def test_large_norms_and_zeros_stay_finite(dtype: mx.Dtype) -> None:
+    loud = random_tokens(330, seed=15, heads=1, dtype=dtype, factor=30_000.0)
+    keys, values = held_rows(filled(loud))
+    assert mx.isfinite(keys).all().item()
+    assert mx.square((values - loud.values) / 30_000.0).mean().item() < 0.05
+    zeros = Tokens(*(mx.zeros_like(a) for a in loud))
+    assert not any(mx.abs(a).max().item() for a in held_rows(filled(zeros)))
+
+
 def test_structured_rows_cost_little_at_a_small_budget() -> None:
     draw = np.random.default_rng(8)
     basis, noise = draw.standard_normal((16, 128)), 0.05
