@@ -158,7 +158,7 @@ def _codebook(x: mx.array, sub: int, bits: int, seed: int) -> mx.array:
     return train_codebook(parts, 1 << bits, max_iter=_ROUNDS, seed=seed)
 
 
-def fit(config: KVCacheConfig, sample: LayerSample) -> dict[str, mx.array]:
+def fit(sample: LayerSample, config: KVCacheConfig) -> dict[str, mx.array]:
     """Smooth factors (H, D) and both codebooks for one layer, from what it saw of a text."""
     smooth = clamp_smooth_factors(calibrate_smooth_factors(sample.keys.swapaxes(0, 1)))
     turned = apply_dual_transform_keys(sample.keys, smooth, hadamard_matrix(sample.shape.k_dim))

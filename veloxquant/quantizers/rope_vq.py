@@ -76,7 +76,7 @@ class RetrievalCodec(Shared):
 
     def fit(self, x: mx.array) -> Packed:
         """One codebook a head and sequence, shared by all pieces of its keys."""
-        batch, heads, n, _ = x.shape
+        batch, heads = x.shape[:2]
         size, sub = 1 << self.spec.bits, self.spec.sub
         rows = np.asarray(seen(mx.contiguous(self._coded(x)))).reshape(batch * heads, -1, sub)
         step = max(1, rows.shape[1] // max(1, _FIT_ROWS * size))
@@ -116,7 +116,7 @@ class RetrievalCodec(Shared):
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """Position-free keys (B, H, T, D)."""
         codes = unpack_codes(packed["w"], self.spec.bits, self.n_sub)
-        batch, heads, n, _ = codes.shape
+        batch, heads = codes.shape[:2]
         book = self._book(packed)
         wide = mx.broadcast_to(book, (batch, heads, self.n_sub, *book.shape[3:]))
         index = codes.swapaxes(2, 3)[..., None]

@@ -4,7 +4,9 @@ from veloxquant.cache.layouts.base import SizeOf, sizes_of
 from veloxquant.cache.plans import AtOnce, LayerPlan, Schedule, StreamPlan, Trailing, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import VecInferOptions
-from veloxquant.quantizers.specs.vector import NSNSpec, VectorSpec
+from veloxquant.quantizers.sizes import BODY_STEP, Held, LayerShape, store_bytes
+from veloxquant.quantizers.specs.affine import AffineTokenSpec
+from veloxquant.quantizers.specs.vector import NSNSpec, RetrievalSpec, VectorSpec
 
 
 def vecinfer_window(config: KVCacheConfig) -> int:
@@ -45,4 +47,40 @@ def nsnquant_plan(config: KVCacheConfig) -> LayerPlan:
     return LayerPlan(stream, stream)
 
 
-HELD: dict[str, SizeOf] = sizes_of({"vecinfer": vecinfer_plan, "nsnquant": nsnquant_plan})
+A2ATS_SINKS = 4
+"""First tokens that a2ats keeps exact."""
+PAYLOAD_BITS, PAYLOAD_GROUP = 4, 32
+
+
+def a2ats_plan(config: KVCacheConfig) -> LayerPlan:
+    """Sinks and a window exact, tokens between in 4 bits; their codes stand beside."""
+    stream = StreamPlan(
+        AffineTokenSpec(PAYLOAD_BITS, PAYLOAD_GROUP), Trailing(config.a2ats_window), A2ATS_SINKS
+    )
+    return LayerPlan(stream, stream)
+
+
+def a2ats_codes(config: KVCacheConfig, *, given: bool | None = None) -> RetrievalSpec:
+    """The codes of far keys; whether their codebook is given is read from the configuration."""
+    have = config.a2ats_codebook is not None if given is None else given
+    return RetrievalSpec(config.a2ats_sub_dim, config.a2ats_codebook_bits, fitted=not have)
+
+
+def coded_tokens(spec: RetrievalSpec, body: int) -> int:
+    """Far tokens that have codes: all, or none before the codebook can be fitted."""
+    return body if body >= spec.fit_tokens else 0
+
+
+def a2ats_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """The two streams and the codes."""
+    plan, spec = a2ats_plan(config), a2ats_codes(config)
+    base = plan.held(shape, tokens)
+    coded = coded_tokens(spec, plan.keys.rows(tokens)[1])
+    more = shape.n_kv_heads * store_bytes(spec, coded, BODY_STEP, shape.k_dim, shape.itemsize)
+    return base._replace(nbytes=base.nbytes + more, peak=base.peak + more)
+
+
+HELD: dict[str, SizeOf] = {
+    **sizes_of({"vecinfer": vecinfer_plan, "nsnquant": nsnquant_plan}),
+    "a2ats": a2ats_held,
+}

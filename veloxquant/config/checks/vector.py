@@ -8,8 +8,10 @@ from veloxquant.config.ranges import (
     AFFINE_BITS,
     NO_OUTLIERS,
     bits,
+    flag,
     integer,
     one_of,
+    real,
     refuse,
     unused,
 )
@@ -58,7 +60,32 @@ def check_nsnquant(config: KVCacheConfig) -> None:
     unused(config, NO_OUTLIERS)
 
 
+def check_a2ats(config: KVCacheConfig) -> None:
+    """Codes of 1 to 12 bits, a constant distance past the window, a share above zero."""
+    bits(config, AFFINE_BITS)
+    integer(config, "a2ats_codebook_bits", 1, 12)
+    _sub_dim(config, "a2ats_sub_dim")
+    window = integer(config, "a2ats_window", 0)
+    if integer(config, "a2ats_b", 0) < window:
+        raise refuse("a2ats_b", config.a2ats_b, f"at least a2ats_window={window}")
+    flag(config, "a2ats_use_query_aware")
+    real(config, "a2ats_beta", 0, 1)
+    real(config, "a2ats_retrieval_fraction", 0, 1, open_low=True)
+    real(config, "a2ats_rope_base", 10, 1e12)
+    if not isinstance(scaling := config.a2ats_rope_scaling, dict | None):
+        raise refuse("a2ats_rope_scaling", scaling, "None or a dict with 'type' and 'factor'")
+    for field, shapes in (
+        ("a2ats_query_h", "(D, D) or (H, D, D)"),
+        ("a2ats_codebook", "(2^bits, sub), (n_sub, 2^bits, sub) or (H, n_sub, 2^bits, sub)"),
+    ):
+        given = getattr(config, field)
+        if given is not None and not hasattr(given, "shape"):
+            raise refuse(field, given, f"None or an array of shape {shapes}")
+    unused(config, NO_OUTLIERS)
+
+
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "vecinfer": check_vecinfer,
     "nsnquant": check_nsnquant,
+    "a2ats": check_a2ats,
 }
