@@ -118,7 +118,7 @@ class PairedCache(ComposedCache):
         keys, values = self.runs()
         bodies = (self.keys_stream.body, self.values_stream.body)
         ordered = isinstance(mask, mx.array) or not bodies[0].length
-        newest = self.rows - bodies[0].length
+        newest = self.rows - bodies[0].length - self.keys_stream.sinks.length
         if ordered or (mask is not None and length > newest + 1):
             return keys, values
         sides: list[list[Run]] = []
