@@ -8,6 +8,7 @@ Source: NSNQuant (arXiv 2505.18231); the scale `a` carries the factor of least s
 
 import mlx.core as mx
 
+from veloxquant.kernels.native import VECTOR, NativeRun
 from veloxquant.quantizers import gaussian
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.bit_stream import pack_codes, unpack_codes
@@ -18,6 +19,8 @@ from veloxquant.quantizers.vq import VectorTable
 _FLOOR = 1e-6
 _TINY = 1e-30
 _TILE = 1024
+_CHUNK_BITS = 16
+"""Width of a chunk's number where the kernel takes means for the entries of a codebook."""
 
 
 def root_mean_square(x: mx.array) -> mx.array:
@@ -125,8 +128,21 @@ class NSNCodec(Shared):
             start += n
         return self.basis.unrotate(out)
 
-    def native(self, packed: Packed, start: int, stop: int) -> None:
-        """The compiled kernel has no such form."""
+    def native(self, packed: Packed, start: int, stop: int) -> tuple[NativeRun, NativeRun]:
+        """How the compiled kernel reads these rows: codes, and means as codes of whole rows."""
+        spec = self.spec
+        codes = NativeRun(
+            VECTOR, packed["w"], start, stop, self.dim, spec.sub, spec.sub,
+            scale=packed["a"], book=self.table.centroids, signs=packed.get("g"), basis=self.basis,
+        )  # fmt: skip
+        lead, capacity = packed["a"].shape[:2], packed["a"].shape[2]
+        chunks = (mx.arange(capacity) // spec.chunk).astype(mx.uint32)
+        means = NativeRun(
+            VECTOR, mx.broadcast_to(chunks[:, None], (*lead, capacity, 1)), start, stop,
+            self.dim, _CHUNK_BITS, self.dim,
+            scale=packed["c"], book=packed["m"][:, :, None], basis=self.basis,
+        )  # fmt: skip
+        return codes, means
 
     def _tiles(self, packed: Packed) -> list[Packed]:
         """Codes of token ranges small enough that their decoded rows stay in cache."""

@@ -8,7 +8,8 @@ Source: A2ATS (arXiv 2502.12665), section on query-aware vector quantization.
 import mlx.core as mx
 import numpy as np
 
-from veloxquant.kernels.native import seen
+from veloxquant.kernels import dispatch
+from veloxquant.kernels.native import VECTOR, NativeRun, decode, seen
 from veloxquant.math.kmeans import Nearest, kmeans
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.bit_stream import pack_codes, unpack_codes
@@ -17,6 +18,7 @@ from veloxquant.quantizers.vq import VectorTable
 
 FIT_ROUNDS = 8
 FIT_SEED = 1234
+_TILE = 1024
 _FIT_ROWS = 32
 """Pieces an entry that a codebook is fitted to; more cost time and gain little."""
 
@@ -100,9 +102,14 @@ class RetrievalCodec(Shared):
         return self.table.centroids if self.table else packed["book"].astype(mx.float32)
 
     def scores(self, q: mx.array, packed: Packed) -> mx.array:
-        """Products by table: one row of K products for each query and piece, then T look-ups."""
+        """Products by table: one row of K products for each query and piece, then T look-ups.
+
+        Where the compiled kernel unpacks rows, a product with the rows is faster.
+        """
         if self.basis is not None:
             q = self.basis.rotate_query(q)
+        if q.dtype == mx.float32 and dispatch.decodes_natively(packed["w"].shape[2]):
+            return self._scores_of_rows(q, packed)
         batch, heads, m, _ = q.shape
         codes = unpack_codes(packed["w"], self.spec.bits, self.n_sub)
         pieces = q.reshape(batch, heads, m, self.n_sub, self.spec.sub).swapaxes(2, 3)
@@ -112,6 +119,22 @@ class RetrievalCodec(Shared):
             index = mx.broadcast_to(codes[:, :, None, :, s], (batch, heads, m, codes.shape[2]))
             out = out + mx.take_along_axis(products[:, :, s], index, axis=-1)
         return out
+
+    def _scores_of_rows(self, q: mx.array, packed: Packed) -> mx.array:
+        """Products of coded queries with tiles of rows that the compiled kernel unpacks."""
+        w, book, parts = packed["w"], self._book(packed), []
+        mx.eval(w, book)
+        batch, heads, n, _ = w.shape
+        for start in range(0, n, _TILE):
+            stop = min(start + _TILE, n)
+            run = NativeRun(
+                VECTOR, w, start, stop, self.dim, self.spec.bits, self.spec.sub, book=book
+            )
+            work = dispatch.threads(batch * heads * (stop - start) * self.dim)
+            rows = decode(run, self.dim, work)
+            assert rows is not None
+            parts.append(q @ mx.array(rows).swapaxes(-1, -2))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """Position-free keys (B, H, T, D)."""

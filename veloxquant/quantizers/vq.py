@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant.core.exceptions import CodebookDimensionMismatch
-from veloxquant.kernels.native import seen
+from veloxquant.kernels.native import VECTOR, NativeRun, seen
 from veloxquant.math.kmeans import Nearest
 from veloxquant.quantizers import gaussian
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
@@ -207,8 +207,12 @@ class VectorCodec(Shared):
             start += n
         return out if self.basis is None else self.basis.unrotate(out)
 
-    def native(self, packed: Packed, start: int, stop: int) -> None:
-        """The compiled kernel has no such form."""
+    def native(self, packed: Packed, start: int, stop: int) -> NativeRun:
+        """How the compiled kernel reads these rows: queries and sums are in the table's basis."""
+        return NativeRun(
+            VECTOR, packed["w"], start, stop, self.dim, self.spec.bits, self.spec.sub,
+            scale=packed.get("s"), book=self.table.centroids, basis=self.basis,
+        )  # fmt: skip
 
 
 def tiles(packed: Packed, codec: VectorCodec) -> list[Packed]:
