@@ -2,7 +2,12 @@
 
 import mlx.core as mx
 
-from veloxquant.quantizers.saliency import attention_saliency, rank, small_norm_saliency
+from veloxquant.quantizers.saliency import (
+    attention_saliency,
+    cosine_saliency,
+    rank,
+    small_norm_saliency,
+)
 
 
 def test_ranks_are_a_permutation_and_the_older_of_equals_comes_first() -> None:
@@ -38,3 +43,10 @@ def test_a_heavy_hitter_is_found() -> None:
 def test_small_norms_are_salient() -> None:
     keys = mx.ones((2, 3, 4, 8)) * mx.array([3.0, 1.0, 2.0, 0.0])[:, None]
     assert rank(small_norm_saliency(keys))[0, 0].tolist() == [3, 1, 2, 0]
+
+
+def test_cosine_with_the_queries_of_a_group() -> None:
+    keys = mx.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [3.0, 4.0]])[None, None]
+    queries = mx.array([[[2.0, 0.0]], [[0.0, 0.0]]])[None]
+    assert mx.allclose(cosine_saliency(queries, keys), mx.array([0.5, 0, 0, 0.3])).item()
+    assert cosine_saliency(mx.ones((2, 6, 3, 8)), mx.ones((2, 2, 5, 8))).shape == (2, 2, 5)
