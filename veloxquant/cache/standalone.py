@@ -252,13 +252,16 @@ def refuse_standalone_settings(config: KVCacheConfig) -> None:
     Raises:
         QuantizerConfigError: naming the field and its value.
     """
-    defaults = KVCacheConfig()
-    fields = (
-        "enable_vectorized_attend", "enable_fused_query_dot", "capacity", "sliding_window",
-        "observers", "dtype",
-    )  # fmt: skip
-    for field in fields:
-        if getattr(config, field) != getattr(defaults, field):
+    is_set = {
+        "enable_vectorized_attend": not config.enable_vectorized_attend,
+        "enable_fused_query_dot": config.enable_fused_query_dot,
+        "capacity": config.capacity is not None,
+        "sliding_window": config.sliding_window is not None,
+        "observers": bool(config.observers),
+        "dtype": config.dtype is not None,
+    }
+    for field, given in is_set.items():
+        if given:
             raise QuantizerConfigError(
                 f"{field}={getattr(config, field)!r} has no effect on the caches of a model; it "
                 f"belongs to the objects of KVCacheFactory.create. Leave it unset"

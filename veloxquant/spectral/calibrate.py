@@ -41,8 +41,9 @@ def load_cached_rotations(model_name: str) -> dict[int, Entry] | None:
     Raises:
         QuantizerConfigError: for a name that is not plain.
     """
+    path = _file(model_name)
     try:
-        with np.load(_file(model_name), allow_pickle=False) as file:
+        with np.load(path, allow_pickle=False) as file:
             if int(file["format"]) != FORMAT:
                 return None
             layers = [int(n) for n in file["layers"]]
