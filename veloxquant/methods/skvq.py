@@ -2,16 +2,17 @@
 
 The first `skvq_n_sink` tokens and the newest `skvq_window` stay exact; older ones are quantised
 each alone, in groups of reordered channels whose ranges are shrunk a little. Order and clip factor
-are fitted to the first window behind the sinks and then kept.
+are fitted to the first window behind the sinks and then kept, or to a text of calibration.
 Source: Duanmu et al., SKVQ, 2024, arXiv 2405.06219. Differs: order and clip factor are of each KV
-head and fitted online, not of a layer and calibrated; tokens leave the window 32 at a time, the
+head and fitted online by default, not of a layer; tokens leave the window 32 at a time, the
 first when a window lies behind the fitted one; scales have the input's type, not 8 bits.
 """
 
 import mlx.core as mx
 
 from veloxquant.cache.composed import ComposedCache
-from veloxquant.cache.context import LayerContext
+from veloxquant.cache.context import LayerContext, LayerSample
+from veloxquant.cache.given import fit_sides, given_codecs
 from veloxquant.cache.layouts.grouped import skvq_plan
 from veloxquant.cache.stream import Stream
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -22,8 +23,12 @@ from veloxquant.quantizers.sizes import LayerShape
 class SKVQKVCache(ComposedCache):
     """Reordered, clipped groups between exact sinks and an exact window."""
 
-    def __init__(self, config: KVCacheConfig, shape: LayerShape) -> None:
-        super().__init__(skvq_plan(config), shape, config.method)
+    def __init__(self, config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> None:
+        plan = skvq_plan(config)
+        codecs = given_codecs(plan, shape, context)
+        super().__init__(plan, shape, config.method, codecs)
+        self.calibrated = any(codecs)
+        """Whether order and clip factor come from a text of calibration."""
         self.max_ctx = config.skvq_max_ctx
         """Most tokens this cache takes, None without a limit."""
 
@@ -75,4 +80,16 @@ class SKVQKVCache(ComposedCache):
 
 def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> SKVQKVCache:
     """The cache of one layer."""
-    return SKVQKVCache(config, shape)
+    return SKVQKVCache(config, shape, context)
+
+
+FIT_FIELDS = (
+    "skvq_bits_key", "skvq_bits_value", "skvq_group_size", "skvq_reorder", "skvq_clip_search",
+    "skvq_clip_alpha",
+)  # fmt: skip
+"""Settings that fitted arrays depend on."""
+
+
+def fit(config: KVCacheConfig, sample: LayerSample) -> dict[str, mx.array]:
+    """Orders and clip factors of one layer, from what it saw of a text behind the sinks."""
+    return fit_sides(skvq_plan(config), sample)

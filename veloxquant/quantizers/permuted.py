@@ -14,6 +14,7 @@ import mlx.core as mx
 from veloxquant.kernels.native import NativeRun
 from veloxquant.quantizers.affine import AffineTokenCodec
 from veloxquant.quantizers.base import Packed, Shared
+from veloxquant.quantizers.fitted import for_batch
 from veloxquant.quantizers.specs.grouped import PermutedSpec, index_bytes
 
 CLIP_FACTORS = tuple(round(1.0 - 0.05 * i, 2) for i in range(9))
@@ -65,10 +66,13 @@ def clipped(x: mx.array, group: int, factor: mx.array | float) -> mx.array:
 
 
 class PermutedCodec(Shared):
-    """`w`, `s`, `b` of reordered rows; `order` (B, H, 1, D) and `clip` (B, H, 1, 1) a store."""
+    """`w`, `s`, `b` of reordered rows; `order` (B, H, 1, D) and `clip` (B, H, 1, 1) a store.
 
-    def __init__(self, dim: int, spec: PermutedSpec) -> None:
-        self.dim, self.spec = dim, spec
+    `given` are such constants of one sequence, (1, H, ...), to take instead of fitted ones.
+    """
+
+    def __init__(self, dim: int, spec: PermutedSpec, given: Packed | None = None) -> None:
+        self.dim, self.spec, self.given = dim, spec, given or {}
         self.inner = AffineTokenCodec(dim, spec.rows)
         self.axes = self.inner.axes
         self._index = mx.uint8 if index_bytes(dim) == 1 else mx.uint16
@@ -81,6 +85,8 @@ class PermutedCodec(Shared):
 
     def fit(self, x: mx.array) -> Packed:
         """Order and factor of every head for rows (B, H, n, D)."""
+        if self.given:
+            return for_batch(self.given, x.shape[0])
         dtype, x = x.dtype, x.astype(mx.float32)
         out: Packed = {}
         if self.spec.reorder:
