@@ -20,6 +20,9 @@ COMMON_FIELDS: dict[str, tuple[str, ...]] = {
     "kivi": ("bit_width_inlier", "residual_length"),
     "kivi_sink": ("bit_width_inlier", "residual_length", "n_sink_tokens"),
     "kitty": ("residual_length",),
+    "adakv": (),
+    "kvquant": (),
+    "skvq": (),
 }
 """Common fields that a method reads besides its own options; others read the seed at most."""
 BOOLEANS = {
