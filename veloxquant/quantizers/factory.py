@@ -16,6 +16,8 @@ _HOMES = {
     "turboquant_rvq": "turboquant_rvq",
     "polar": "polarquant",
     "rabitq": "rabitq",
+    "kivi": "kivi",
+    "comm_vq": "comm_vq",
 }
 """Modules of this package that register a quantizer; imported when it is asked for."""
 
@@ -37,7 +39,7 @@ class QuantizerFactory:
 
         Args:
             method: "qjl", "turboquant_mse", "turboquant_prod", "turboquant_prod_adaptive",
-                "turboquant_rvq", "polar", "rabitq", or a name that was registered.
+                "turboquant_rvq", "polar", "rabitq", "comm_vq", or a name that was registered.
             d: length of the vectors.
             b: bits a coordinate.
             m: rows of a sketch, `d` by default.
