@@ -1,9 +1,9 @@
-"""Quantizer of vectors in a given eigenbasis: leading directions and the rest coded apart.
+"""Quantizer of vectors in a given eigenbasis, with bits of their own for leading directions.
 
-The cache method of this name has a format of its own, see `quantizers/spectral.py`.
 Source: SpectralQuant (Dynamis-Labs/spectralquant).
 """
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -11,24 +11,60 @@ import numpy as np
 
 from veloxquant.artifacts import jl_matrix, rotation_matrix
 from veloxquant.codebooks.base import CodebookFactory
-from veloxquant.codebooks.scalar_codebook import ScalarCodebook
+from veloxquant.codebooks.strategies import check_bits
 from veloxquant.core.abstractions import Quantizer
 from veloxquant.core.constants import DEFAULT_SEED
 from veloxquant.core.context import EncodedVector
 from veloxquant.core.exceptions import QuantizerConfigError
-from veloxquant.preconditioners import QJLEncoder, RotationPreconditioner
+from veloxquant.preconditioners import QJLEncoder
 from veloxquant.quantizers.rows import check_dim, narrow, norms, part, query, rows, unit
 
-_BETA_FROM = 3
-"""Length from which coordinates on a sphere have a density that a table can be fitted to."""
+_NAME = "spectral"
+_NORM_BITS = 16
+
+
+class _Side:
+    """Directions [start, stop): one table for unit variance, a norm a vector."""
+
+    def __init__(self, start: int, stop: int, bits: int) -> None:
+        check_bits(bits)
+        self.start, self.stop, self.bits = start, stop, bits
+        self.width = stop - start
+        self.table = CodebookFactory.create("gaussian", bits, max(1, self.width))
+
+    def encode(self, z: mx.array, dtype: mx.Dtype) -> EncodedVector:
+        """Coordinates divided by their root mean square; the norm makes up for the codes."""
+        direction, norm = unit(z[:, self.start : self.stop])
+        # The table is for unit vectors: coordinates of variance 1/width.
+        indices = self.table.quantize(direction)
+        hat = self.table.dequantize(indices)
+        inner, square = (direction * hat).sum(-1), mx.square(hat).sum(-1)
+        norm = norm * inner / mx.maximum(square, 1e-30)
+        return EncodedVector(
+            _NAME, z.shape[0], self.width, indices=indices, norm=narrow(norm, dtype)
+        )
+
+    def decode(self, ev: EncodedVector) -> mx.array:
+        """Coordinates (batch, width) fp32; those of a zero vector are zero."""
+        return self.table.dequantize(part(ev, "indices")) * norms(ev)[:, None]
 
 
 class SpectralQuantizer(Quantizer):
-    """Directions `rotation` (d, d) in columns; the first `d_s` have their own bits.
+    """`b_signal` bits for the first `d_s` directions and `b_noise` for the others.
 
-    Both parts are coded as a length and a direction, so any spectrum is coded alike. With
-    `apply_qjl` the residual of the first part is sketched with `jl_dim` signs, which makes its
-    inner products unbiased and noisier. Without a rotation the seeded random one is used.
+    Args:
+        d: length of the vectors.
+        b_signal: bits of a leading direction.
+        b_noise: bits of another direction.
+        rotation: (d, d) with eigenvectors in columns, leading ones first; None takes the Haar
+            rotation of the seed.
+        d_s: number of leading directions, 0 to d.
+        apply_qjl: whether a sign sketch corrects inner products for what leading directions lose.
+        jl_dim: signs of the sketch; None for as many as leading directions.
+        seed: of the rotation and the sketch.
+
+    Raises:
+        QuantizerConfigError: for sizes or bits that are not possible, or a rotation that is none.
     """
 
     def __init__(
@@ -43,71 +79,79 @@ class SpectralQuantizer(Quantizer):
         seed: int = DEFAULT_SEED,
     ) -> None:
         check_dim(d)
-        if not 1 <= d_s < d:
-            raise QuantizerConfigError(f"d_s={d_s!r} must be from 1 to {d - 1}")
-        self.d, self.d_s, self.seed = d, d_s, seed
-        matrix = rotation_matrix(d, seed).T if rotation is None else mx.array(np.asarray(rotation))
-        if matrix.shape != (d, d):
-            raise QuantizerConfigError(f"rotation of shape {matrix.shape}; it must be ({d}, {d})")
-        self.rotation = RotationPreconditioner(matrix.T)
-        self.signal, self.noise = _table(b_signal, d_s), _table(b_noise, d - d_s)
-        self._encoder: QJLEncoder | None = None
-        if apply_qjl:
-            width = d_s if jl_dim is None else jl_dim
-            if width < 1:
-                raise QuantizerConfigError(f"jl_dim={jl_dim!r} must be at least 1")
-            self._encoder = QJLEncoder(jl_matrix(d_s, width, seed + 2))
+        if not isinstance(d_s, int) or not 0 <= d_s <= d:
+            raise QuantizerConfigError(f"d_s={d_s!r} is not possible; it must be 0 to d={d}")
+        if jl_dim is not None and jl_dim < 1:
+            raise QuantizerConfigError(f"jl_dim={jl_dim!r} is not possible; it must be at least 1")
+        self.d, self.d_s = d, d_s
+        self.basis = _columns(rotation, d) if rotation is not None else rotation_matrix(d, seed).T
+        self._sides = [
+            _Side(start, stop, bits)
+            for start, stop, bits in ((0, d_s, b_signal), (d_s, d, b_noise))
+            if stop > start
+        ]
+        self._sketch: QJLEncoder | None = None
+        if apply_qjl and d_s:
+            self._sketch = QJLEncoder(jl_matrix(d_s, jl_dim or d_s, seed))
 
     def encode(self, x: Any) -> EncodedVector:
-        """Indices (batch, d) uint8, the norm, and the length of the leading part."""
+        """Codes of vectors (batch, d): leading directions in `outlier_encoded`, others beside."""
         x, dtype = rows(x, self.d)
-        direction, norm = unit(x)
-        z = self.rotation.apply(direction)
-        head, length = unit(z[:, : self.d_s])
-        tail, _ = unit(z[:, self.d_s :])
-        codes = [self.signal.quantize(head), self.noise.quantize(tail)]
-        ev = EncodedVector(
-            "spectral", x.shape[0], self.d, indices=mx.concatenate(codes, axis=1),
-            norm=narrow(norm, dtype), final_radius=length.astype(mx.float16),
-        )  # fmt: skip
-        if self._encoder is not None:
-            residual = z[:, : self.d_s] - self._head(ev)
-            signs, left = self._encoder.encode_key(residual)
-            ev.signs, ev.residual_norm = signs, left.astype(mx.float16)
-        return ev
-
-    def _head(self, ev: EncodedVector) -> mx.array:
-        codes = part(ev, "indices")[:, : self.d_s]
-        return self.signal.dequantize(codes) * norms(ev, "final_radius")[:, None]
-
-    def _rotated(self, ev: EncodedVector) -> mx.array:
-        """Unit vectors in the eigenbasis."""
-        length = norms(ev, "final_radius")
-        rest = mx.sqrt(mx.maximum(1 - mx.square(length), 0.0))
-        tail = self.noise.dequantize(part(ev, "indices")[:, self.d_s :]) * rest[:, None]
-        return mx.concatenate([self._head(ev), tail], axis=1)
+        z = x @ self.basis
+        coded = {side.start: side.encode(z, dtype) for side in self._sides}
+        signal = coded.get(0) if self.d_s else None
+        if self._sketch is not None and signal is not None:
+            rest = z[:, : self.d_s] - self._sides[0].decode(signal)
+            signal.signs, left = self._sketch.encode_key(rest)
+            signal.residual_norm = narrow(left, dtype)
+        noise = coded.get(self.d_s)
+        return EncodedVector(
+            _NAME, x.shape[0], self.d, outlier_encoded=signal, inlier_encoded=noise
+        )
 
     def decode(self, ev: EncodedVector) -> mx.array:
-        """Vectors (batch, d) in the type they came in; the sketch is left out."""
-        whole = self.rotation.apply_inverse(self._rotated(ev) * norms(ev)[:, None])
-        return whole.astype(part(ev, "norm").dtype)
+        """Vectors (batch, d) in the type that was encoded, without the sketch's part."""
+        parts = self._parts(ev)
+        z = mx.concatenate(
+            [side.decode(coded) for side, coded in zip(self._sides, parts, strict=True)], axis=-1
+        )
+        return (z @ self.basis.T).astype(part(parts[0], "norm").dtype)
 
     def estimate_inner_product(self, q: Any, ev: EncodedVector) -> mx.array:
-        """Inner products (batch,), with what the sketch knows about the leading part."""
+        """Inner products (batch,) of a query (d,), the sketch's part included."""
         q, dtype = query(q, self.d)
-        z = self.rotation.apply(q)
-        out = self._rotated(ev) @ z
-        if self._encoder is not None:
-            signs, left = part(ev, "signs"), norms(ev, "residual_norm")
-            out = out + self._encoder.estimate_ip(z[: self.d_s], signs, left)
-        return (out * norms(ev)).astype(dtype)
+        turned, parts = q @ self.basis, self._parts(ev)
+        out = mx.zeros((ev.batch_size,))
+        for side, coded in zip(self._sides, parts, strict=True):
+            out = out + side.decode(coded) @ turned[side.start : side.stop]
+        if self._sketch is not None:
+            signs, left = part(parts[0], "signs"), norms(parts[0], "residual_norm")
+            out = out + self._sketch.estimate_ip(turned[: self.d_s], signs, left)
+        return out.astype(dtype)
 
     def compression_ratio(self) -> float:
-        """Bytes of an fp16 vector over those of an encoded one as held, a byte an index."""
-        sketched = 0 if self._encoder is None else self._encoder.m + 2
-        return 2 * self.d / (self.d + 4 + sketched)
+        """16-bit bits of a vector over those of its codes, packed, with norms and signs."""
+        bits = sum(side.width * side.bits + _NORM_BITS for side in self._sides)
+        if self._sketch is not None:
+            bits += self._sketch.m + _NORM_BITS
+        return 16 * self.d / bits
+
+    def _parts(self, ev: EncodedVector) -> list[EncodedVector]:
+        fields = ["outlier_encoded"] * (self.d_s > 0) + ["inlier_encoded"] * (self.d_s < self.d)
+        parts: list[Any] = [part(ev, field) for field in fields]
+        return parts
 
 
-def _table(b: int, d: int) -> ScalarCodebook:
-    """For the coordinates of a unit vector of length `d`."""
-    return CodebookFactory.create("beta" if d >= _BETA_FROM else "gaussian", b, d)
+def _columns(rotation: Any, d: int) -> mx.array:
+    """An orthogonal matrix as it was given, fp32."""
+    if isinstance(rotation, mx.array):
+        rotation = np.array(rotation.astype(mx.float32))
+    matrix = np.asarray(rotation, dtype=np.float64)
+    if matrix.shape != (d, d):
+        raise QuantizerConfigError(f"rotation of shape {matrix.shape}; it must be ({d}, {d})")
+    off = float(np.abs(matrix.T @ matrix - np.eye(d)).max())
+    if not off < 1e-2 / math.sqrt(d):
+        raise QuantizerConfigError(
+            f"rotation is not orthogonal, it is off by {off:.2g}; give eigenvectors in columns"
+        )
+    return mx.array(matrix.astype(np.float32))

@@ -1,3 +1,5 @@
+"""The quantizer of an eigenbasis: error falls with bits, products without bias, zeros stay."""
+
 import itertools
 
 import mlx.core as mx
@@ -5,68 +7,80 @@ import numpy as np
 import pytest
 
 from veloxquant.core.exceptions import QuantizerConfigError
-from veloxquant.quantizers.spectral import eigenbasis as stacked_eigenbasis
-from veloxquant.quantizers.turboquant_mse import TurboQuantMSE
+from veloxquant.quantizers.spectral import eigenbasis
 from veloxquant.spectral.spectral_quant import SpectralQuantizer
 
 D = 64
 
 
-def low_rank(n: int = 2000, rank: int = 4, seed: int = 0) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    basis = np.random.default_rng(99).standard_normal((rank, D)) / np.sqrt(D)
-    return rng.standard_normal((n, rank)) @ basis + 0.05 / np.sqrt(D) * rng.standard_normal((n, D))
+def rank_four(n: int) -> mx.array:
+    basis, weights, noise = (
+        mx.random.normal(shape, key=mx.random.key(i))
+        for i, shape in enumerate(((4, D), (n, 4), (n, D)))
+    )
+    return weights @ basis + 0.05 * noise
 
 
-def eigenbasis(x: np.ndarray) -> np.ndarray:
-    """Directions in columns."""
-    return np.array(stacked_eigenbasis(mx.array(x.astype(np.float32))[None])[0][0])
+def lost(coder: SpectralQuantizer, x: mx.array) -> float:
+    return (mx.square(coder.decode(coder.encode(x)) - x).sum() / mx.square(x).sum()).item()
 
 
-def loss(quantizer, x: np.ndarray) -> float:
-    x = x.astype(np.float32)
-    back = np.array(quantizer.decode(quantizer.encode(x)))
-    return float((np.square(back - x).sum(1) / np.square(x).sum(1)).mean())
+def columns(x: mx.array) -> np.ndarray:
+    return eigenbasis(x[None])[0][0]
 
 
-def test_the_basis_lowers_the_error_on_few_directions() -> None:
-    x = low_rank()
-    basis = eigenbasis(x[:1500])
-    test = x[1500:]
-    fitted = SpectralQuantizer(D, 3, 2, basis)
-    assert loss(fitted, test) < 0.45 * loss(TurboQuantMSE(D, 2), test)
-    isotropic = np.random.default_rng(2).standard_normal((300, D))
-    plain = SpectralQuantizer(D, 2, 2, eigenbasis(isotropic))
-    assert loss(plain, isotropic) == pytest.approx(loss(TurboQuantMSE(D, 2), isotropic), rel=0.1)
+def test_error_falls_with_bits_and_with_a_basis() -> None:
+    x = rank_four(800)
+    errors = [lost(SpectralQuantizer(D, b, b, columns(x)), x) for b in range(1, 6)]
+    assert all(b < 0.5 * a for a, b in itertools.pairwise(errors))
+    assert errors[2] < lost(SpectralQuantizer(D), x)
+    isotropic = mx.random.normal((800, D), key=mx.random.key(9))
+    assert lost(SpectralQuantizer(D, d_s=0), isotropic) == pytest.approx(0.034, rel=0.1)
 
 
-def test_error_falls_with_bits() -> None:
-    x = low_rank()
-    basis = eigenbasis(x)
-    losses = [loss(SpectralQuantizer(D, b, b, basis), x) for b in (1, 2, 3, 4)]
-    assert all(b < 0.5 * a for a, b in itertools.pairwise(losses))
+@pytest.mark.parametrize("d_s", [0, 4, D])
+def test_products_are_those_of_the_decoded_vectors(d_s: int) -> None:
+    x = rank_four(50)
+    coder = SpectralQuantizer(D, rotation=columns(x), d_s=d_s)
+    encoded, q = coder.encode(x), mx.random.normal((D,), key=mx.random.key(4))
+    got = coder.estimate_inner_product(q, encoded)
+    assert mx.allclose(got, coder.decode(encoded) @ q, atol=1e-3).item()
+    assert encoded.memory_bytes() > 0
 
 
-def test_products_agree_and_the_sketch_takes_the_bias_away() -> None:
-    x, q = low_rank(200).astype(np.float32), low_rank(1, seed=5)[0].astype(np.float32)
-    basis = eigenbasis(x)
-    made = SpectralQuantizer(D, 2, 2, basis)
-    ev = made.encode(x)
-    assert np.allclose(made.estimate_inner_product(q, ev), np.array(made.decode(ev)) @ q, atol=1e-4)
-    truth = x @ q
-    biased = np.array(made.estimate_inner_product(q, ev))
-    sketches = (SpectralQuantizer(D, 2, 2, basis, apply_qjl=True, seed=i) for i in range(60))
-    sketched = np.mean([np.array(s.estimate_inner_product(q, s.encode(x))) for s in sketches], 0)
-    assert np.abs(sketched - truth).mean() < 0.5 * np.abs(biased - truth).mean()
+@pytest.mark.parametrize("d_s", [4, D])
+def test_a_sketch_makes_up_for_what_leading_directions_lose(d_s: int) -> None:
+    x, q, lost = rank_four(300), mx.random.normal((D,), key=mx.random.key(4)), []
+    for apply_qjl in (False, True):
+        coder = SpectralQuantizer(D, 2, 4, columns(x), d_s, apply_qjl, jl_dim=4_096)
+        got = coder.estimate_inner_product(q, coder.encode(x))
+        lost.append(mx.square(got - x @ q).mean().item())
+    assert lost[1] < 0.3 * lost[0]
 
 
-def test_zero_vectors_ratio_and_limits() -> None:
-    made = SpectralQuantizer(D, apply_qjl=True)
-    ev = made.encode(mx.zeros((2, D), dtype=mx.float16))
-    assert mx.abs(made.decode(ev)).max() == 0
-    assert made.compression_ratio() == pytest.approx(2 * 2 * D / ev.memory_bytes())
-    for bad in ({"d_s": 0}, {"d_s": D}, {"b_signal": 0}, {"jl_dim": 0, "apply_qjl": True}):
-        with pytest.raises(QuantizerConfigError):
-            SpectralQuantizer(D, **bad)
-    with pytest.raises(QuantizerConfigError, match="rotation"):
-        SpectralQuantizer(D, rotation=np.eye(3))
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
+def test_zeros_stay_and_types_come_back(dtype: mx.Dtype) -> None:
+    coder = SpectralQuantizer(D, apply_qjl=True)
+    decoded = coder.decode(coder.encode(mx.zeros((3, D), dtype=dtype)))
+    assert decoded.dtype == dtype
+    assert not decoded.any().item()
+    assert not coder.estimate_inner_product(mx.ones((D,)), coder.encode(mx.zeros((3, D)))).any()
+
+
+def test_the_ratio_counts_norms_and_signs() -> None:
+    assert SpectralQuantizer(128, 3, 2).compression_ratio() == pytest.approx(
+        16 * 128 / (4 * 3 + 124 * 2 + 32)
+    )
+    with_signs = SpectralQuantizer(128, 3, 2, apply_qjl=True)
+    assert with_signs.compression_ratio() == pytest.approx(2048 / (292 + 4 + 16))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"d_s": D + 1}, {"d_s": -1}, {"jl_dim": 0}, {"b_signal": 0}, {"b_noise": 9},
+     {"rotation": np.ones((D, D))}, {"rotation": np.eye(3)}],
+    ids=lambda f: next(iter(f)),
+)  # fmt: skip
+def test_what_cannot_be_is_refused(fields: dict) -> None:
+    with pytest.raises((QuantizerConfigError, ValueError)):
+        SpectralQuantizer(D, **fields)
