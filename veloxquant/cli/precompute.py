@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,6 +66,13 @@ def run(args: argparse.Namespace) -> int:
     if bits:
         talk(f"Bits by layer for 2 on average: --set bit_width_inlier={','.join(map(str, bits))}")
     return exit_codes.OK
+
+
+def main() -> None:
+    """Run the command from the words of the process."""
+    from veloxquant.cli.main import main as command
+
+    sys.exit(command(["precompute", *sys.argv[1:]]))
 
 
 def _matrices(args: argparse.Namespace) -> int:

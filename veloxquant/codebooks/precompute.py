@@ -1,6 +1,5 @@
 """Write the seeded matrices and codebooks of one head size to a folder."""
 
-import sys
 from collections.abc import Sequence
 
 from veloxquant.artifacts import NpyArtifactStore
@@ -48,6 +47,6 @@ def precompute(
 
 def main() -> None:
     """Run the documented command line of this module."""
-    from veloxquant.cli.main import main as command  # the table of commands knows the flags
+    from veloxquant.cli.precompute import main as command  # the table of commands has the flags
 
-    sys.exit(command(["precompute", *sys.argv[1:]]))
+    command()

@@ -39,7 +39,7 @@ class QuantizerFactory:
 
         Args:
             method: "qjl", "turboquant_mse", "turboquant_prod", "turboquant_prod_adaptive",
-                "turboquant_rvq", "polar", "rabitq", "comm_vq", or a name that was registered.
+                "turboquant_rvq", "polar", "rabitq", "comm_vq", "kivi", or a registered name.
             d: length of the vectors.
             b: bits a coordinate.
             m: rows of a sketch, `d` by default.

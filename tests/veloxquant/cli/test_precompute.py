@@ -114,3 +114,29 @@ def test_the_end_of_a_text_is_taken_in_order() -> None:
     tokens = tail_tokens(lambda piece: list(piece.encode()), text, 9010)
     assert bytes(tokens).decode() == text[-9010:]
     assert tail_tokens(lambda piece: list(piece.encode()), "ab", 10) == [97, 98]
+
+
+def test_documented_entry_points_run_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from veloxquant.cli.precompute import main as command
+    from veloxquant.codebooks.precompute import main as module
+
+    for number, entry in enumerate((command, module)):
+        folder = tmp_path / str(number)
+        words = [
+            "x",
+            "--head_dim",
+            "8",
+            "--jl_dim",
+            "8",
+            "--bits",
+            "1",
+            "--output_dir",
+            str(folder),
+        ]
+        monkeypatch.setattr("sys.argv", words)
+        with pytest.raises(SystemExit) as leave:
+            entry()
+        assert leave.value.code == 0
+        assert len(list(folder.iterdir())) == 4
