@@ -23,6 +23,7 @@ COMMON_FIELDS: dict[str, tuple[str, ...]] = {
     "adakv": (),
     "kvquant": (),
     "skvq": (),
+    **dict.fromkeys(("age_tiered", "zipcache", "amc", "anchorkv"), ()),
 }
 """Common fields that a method reads besides its own options; others read the seed at most."""
 BOOLEANS = {
