@@ -18,8 +18,12 @@ from cache_lab import (
     worst,
 )
 
-from veloxquant.cache.builder import KVCacheFactory, build_layer
+from tests.architectures import prompt, tiny
+from veloxquant.artifacts import InMemoryArtifactStore
+from veloxquant.cache.builder import KVCacheBuilder, KVCacheFactory, build_layer, plan_model
+from veloxquant.cache.calibration import fingerprint, fit_method
 from veloxquant.cache.context import LayerContext, LayerSample
+from veloxquant.cache.sampling import collect
 from veloxquant.cache.table import held
 from veloxquant.config.folders import HOME_VARIABLE
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -125,6 +129,20 @@ def test_states_of_other_bases_do_not_pass() -> None:
     plain = new_cache(config(), shape_of(tokens))
     with pytest.raises(CacheStateError):
         plain.state = cache.state
+
+
+def test_a_model_finds_its_own_calibration() -> None:
+    model, store = tiny("llama"), InMemoryArtifactStore()
+    plain = KVCacheConfig(method="spectral")
+    plan = plan_model(model, plain)
+    samples = collect(plan, prompt(200, 1), 150)
+    store.save_calibration(fingerprint(model), "spectral", fit_method(plan, samples, plain))
+    caches = KVCacheBuilder.for_model(model, KVCacheConfig(method="spectral", store=store))
+    for made in (caches, KVCacheBuilder.for_model(model, plain)):
+        logits = model(mx.array([prompt(40, 2)]), cache=made)
+        assert mx.isfinite(logits).all().item()
+        wanted = "spectral" if made is caches else "codebook"
+        assert {cache.plan.keys.spec.name for cache in made} == {wanted}
 
 
 # ---- rotations kept by name -----------------------------------------------------------------

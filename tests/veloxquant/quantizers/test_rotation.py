@@ -1,9 +1,11 @@
 """The rotation of the codebook codecs: orthogonal, invertible, the same for any batch."""
 
+import copy
+
 import mlx.core as mx
 import pytest
 
-from veloxquant.quantizers.rotation import rotation
+from veloxquant.quantizers.rotation import Matrix, rotation
 
 SIZES = [8, 64, 72, 80, 96, 100, 112, 128, 192, 256]
 
@@ -35,3 +37,19 @@ def test_a_lone_coordinate_is_spread_out(dim: int) -> None:
     assert max(kept) < 0.75
     assert rotation(dim, 1) is rotation(dim, 1)
     assert mx.abs(rotation(dim, 1).matrix - rotation(dim, 2).matrix).max().item() > 0.1
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("rows", [4, 40, 128, 200])
+def test_a_matrix_maps_a_row_alike_alone_and_in_company(heads: int, rows: int) -> None:
+    shape = (rows, 128) if heads == 1 else (heads, rows, 128)
+    given = Matrix(mx.random.normal(shape, key=mx.random.key(1)))
+    x = mx.random.normal((2, heads, 37, 128), key=mx.random.key(2))
+    whole = given.rotate(x)
+    assert whole.shape == (2, heads, 37, rows)
+    assert mx.allclose(whole, given.rotate_query(x), atol=1e-3).item()
+    for start, stop in ((0, 1), (5, 6), (7, 37), (36, 37)):
+        assert mx.array_equal(given.rotate(x[:, :, start:stop]), whole[:, :, start:stop]).item()
+    back = given.unrotate(whole)
+    assert mx.allclose(back, whole @ given.matrix, atol=1e-3).item()
+    assert copy.deepcopy(given) is given
