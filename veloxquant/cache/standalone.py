@@ -7,6 +7,7 @@ the newest too.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from veloxquant.cache.attend import attend, decode_range
 from veloxquant.cache.composed import ComposedCache
+from veloxquant.cache.layouts.rotated import CALIBRATION_TOKENS
 from veloxquant.cache.plans import TILE_TOKENS, LayerPlan
 from veloxquant.cache.stream import Stream
 from veloxquant.cache.table import row_of
@@ -23,11 +25,13 @@ from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.abstractions import KVCache
 from veloxquant.core.exceptions import CacheStateError, QuantizerConfigError
 from veloxquant.observers import notify
+from veloxquant.outlier import OutlierDetector
 from veloxquant.quantizers.base import compute_dtype
 from veloxquant.quantizers.sizes import LayerShape
 from veloxquant.quantizers.stored import codec_with
 
 ITEMSIZE = 2
+_log = logging.getLogger(__name__)
 
 
 class StandaloneCache(KVCache):
@@ -51,6 +55,15 @@ class StandaloneCache(KVCache):
         dim = config.head_dim
         self.layer = self.make_layer(config, LayerShape(1, 1, dim, dim, ITEMSIZE))
         self._check_window()
+        self._detector: OutlierDetector | None = None
+        if config.n_outlier_channels and not config.enable_outlier_two_stream:
+            first = config.n_calib_tokens or CALIBRATION_TOKENS
+            self._detector = OutlierDetector(config.n_outlier_channels, first)
+        elif config.bit_width_outlier and not config.n_outlier_channels:
+            _log.info(
+                "bit_width_outlier=%d waits for n_outlier_channels and enable_outlier_two_stream",
+                config.bit_width_outlier,
+            )
 
     def make_layer(self, config: KVCacheConfig, shape: LayerShape) -> ComposedCache:
         """The streams that hold the tokens."""
@@ -125,10 +138,10 @@ class StandaloneCache(KVCache):
         return self.layer.nbytes
 
     def reset(self) -> None:
-        """Forget every token; rotations, tables and calibrations stay."""
+        """Forget every token; rotations, tables, calibrations and loud channels stay."""
         for stream in self._streams():
             for store in stream.all_stores():
-                store.clear()
+                store.clear(constants=False)
 
     def drop_oldest(self, n: int) -> None:
         """Forget the oldest `n` tokens, keys and values."""
@@ -144,12 +157,19 @@ class StandaloneCache(KVCache):
 
     @property
     def outlier_channels(self) -> list[int] | None:
-        """Key channels that are coded apart, ascending; None before they are found, or without."""
+        """The loudest key channels, ascending; None before they are found, or without any.
+
+        They are coded apart only with `enable_outlier_two_stream`.
+        """
+        if self._detector is not None:
+            ready = self._detector.is_calibrated
+            return self._detector.get_outlier_channels().tolist() if ready else None
         fitted = self.layer.keys_stream.body.fitted
-        n = self.config.n_outlier_channels
-        if "order" not in fitted or not n:
+        if "order" not in fitted:
             return None
-        return np.asarray(fitted["order"]).ravel()[-n:].tolist()
+        return (
+            np.asarray(fitted["order"]).ravel()[-(self.config.n_outlier_channels or 0) :].tolist()
+        )
 
     # ---- inside -------------------------------------------------------------------------
 
@@ -179,6 +199,8 @@ class StandaloneCache(KVCache):
                 f"the cache holds {stream.length} tokens of capacity={capacity}; "
                 f"reset() it, or build it with a larger capacity or with sliding_window"
             )
+        if self._detector is not None and stage == "append_key":
+            self._detector.observe(rows[0, 0])
         for piece in mx.split(rows, rows.shape[2], axis=2) if window else (rows,):
             stream.append(piece)
             if window is not None and stream.length > window:

@@ -129,9 +129,11 @@ class Store:
             )
         self.capacity = capacity
 
-    def clear(self) -> None:
-        """Forget every token and release the buffers."""
-        self._arrays, self._fitted = {}, {}
+    def clear(self, *, constants: bool = True) -> None:
+        """Forget every token and release the buffers; fitted constants too unless told not to."""
+        self._arrays = {}
+        if constants:
+            self._fitted = {}
         self._start = self._stop = self.capacity = 0
 
     def replace(self, x: mx.array) -> None:

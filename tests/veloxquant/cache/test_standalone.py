@@ -222,6 +222,28 @@ def test_loud_channels_are_found_and_coded_apart(method: str) -> None:
         made(method, n_outlier_channels=2, enable_outlier_two_stream=True, sliding_window=10)
 
 
+def test_loud_channels_outlive_the_tokens_and_are_found_without_a_split() -> None:
+    split = made(
+        "turboquant_mse", n_outlier_channels=2, n_calib_tokens=4, enable_outlier_two_stream=True
+    )
+    split.append_key(loud(6))
+    split.append_value(rows(6))
+    split.reset()
+    assert len(split) == 0
+    assert split.outlier_channels == [5, 40]
+    fed(split, 6)
+    assert split.outlier_channels == [5, 40]
+    alone = made("turboquant_mse", n_outlier_channels=2, n_calib_tokens=4)
+    alone.append_key(loud(3))
+    assert alone.outlier_channels is None
+    alone.append_key(loud(3, 1))
+    assert alone.outlier_channels == [5, 40]
+    plain = made("turboquant_mse")
+    plain.append_key(mx.concatenate([loud(3), loud(3, 1)]))
+    wanted = plain.layer.keys_stream.body.decode(0, 6, mx.float32)
+    assert mx.array_equal(alone.layer.keys_stream.body.decode(0, 6, mx.float32), wanted).item()
+
+
 def test_the_documented_example_builds() -> None:
     builder = KVCacheBuilder().with_method("turboquant_prod").with_head_dim(128)
     cache = builder.with_bit_width(inlier=2, outlier=3).with_jl_dim(128).with_seed(42).build()
