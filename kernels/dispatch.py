@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal
 
 import mlx.core as mx
@@ -39,10 +42,24 @@ def route(*, rows: int, dim: int, mask: object, use_kernels: bool | None = None)
     return "native" if native.library() is not None else "reference"
 
 
+_arrays_only: ContextVar[bool] = ContextVar("arrays_only", default=False)
+
+
+@contextmanager
+def arrays_only(on: bool) -> Iterator[None]:
+    """Keep unpacking to array operations within, if `on`."""
+    token = _arrays_only.set(on or _arrays_only.get())
+    try:
+        yield
+    finally:
+        _arrays_only.reset(token)
+
+
 def decodes_natively(tokens: int) -> bool:
     """Whether `tokens` tokens are unpacked by the compiled kernel: whole tiles, not a few rows."""
     return (
         tokens >= NATIVE_DECODE_TOKENS
+        and not _arrays_only.get()
         and mx.default_device() == mx.cpu
         and native.library() is not None
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-PLAIN, AFFINE_TOKEN, AFFINE_CHANNEL, CODEBOOK = range(4)
+PLAIN, AFFINE_TOKEN, AFFINE_CHANNEL, CODEBOOK, VECTOR, SPARSE = range(6)
 MAX_ROWS = 64
 MAX_DIM = 512
 POLYNOMIAL_BITS = 4
@@ -32,10 +32,14 @@ class _Run(ctypes.Structure):
         ("type", ctypes.c_int32), ("start", ctypes.c_int32), ("stop", ctypes.c_int32),
         ("width", ctypes.c_int32), ("capacity", ctypes.c_int32), ("dim", ctypes.c_int32),
         ("add", ctypes.c_int32),
-        ("data", _PTR), ("scale", _PTR), ("bias", _PTR), ("levels", _PTR),
+        ("data", _PTR), ("scale", _PTR), ("bias", _PTR), ("levels", _PTR), ("book", _PTR),
+        ("signs", _PTR), ("book_type", ctypes.c_int32),
         ("data_batch", ctypes.c_int64), ("data_head", ctypes.c_int64), ("data_row", ctypes.c_int64),
         ("scale_batch", ctypes.c_int64), ("scale_head", ctypes.c_int64),
-        ("scale_row", ctypes.c_int64), ("q", _PTR), ("out", _PTR),
+        ("scale_row", ctypes.c_int64), ("book_batch", ctypes.c_int64),
+        ("book_head", ctypes.c_int64), ("book_part", ctypes.c_int64),
+        ("sign_batch", ctypes.c_int64), ("sign_head", ctypes.c_int64),
+        ("sign_row", ctypes.c_int64), ("q", _PTR), ("out", _PTR),
     ]  # fmt: skip
 
 
@@ -78,7 +82,19 @@ class Basis(Protocol):
 class NativeRun(NamedTuple):
     """A run of tokens as the kernel reads it: arrays with their token axis at capacity.
 
-    `scale` holds scales or norms, `bias` biases, `levels` a codebook's table. `basis` is the map
+    `kind` says how a row of `data` (B, H, T, words) is read:
+
+    - PLAIN: `width` floats.
+    - AFFINE_TOKEN: `bits`-bit codes, `scale` and `bias` for each `group` channels.
+    - AFFINE_CHANNEL: the same on the transposed block (B, H, D, words), groups of tokens; for
+      keys only.
+    - CODEBOOK: `bits`-bit codes in planes into `levels`, times `scale` (B, H, T, 1) or 1.
+    - VECTOR: a stream of width/group codes of `bits` bits (at most 16) into `book`
+      (B or 1, H or 1, width/group or 1, 2^bits, group), times `scale` or 1; `signs`
+      (B, H, T, width/32) turns channels whose bit is 0.
+    - SPARSE: `width` slots, `data` uint8 or uint16 channels (past the end: empty), `scale` values.
+
+    `basis` is the map
     that queries and outputs of this run are in, None for the model's own; `dim` counts its channels
     where they are not the head's.
     """
@@ -95,6 +111,13 @@ class NativeRun(NamedTuple):
     levels: np.ndarray | None = None
     basis: Basis | None = None
     dim: int | None = None
+    book: mx.array | None = None
+    signs: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated before the kernel reads it."""
+        held = (self.data, self.scale, self.bias, self.book, self.signs)
+        return [a for a in held if a is not None]
 
 
 def table(levels: Sequence[float], scale: float) -> np.ndarray:
@@ -146,19 +169,29 @@ def seen(a: mx.array) -> np.ndarray:
     return np.asarray(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a)
 
 
+def _steps(a: np.ndarray, axes: int) -> tuple[int, ...]:
+    """Elements between neighbours along the first axes; 0 along an axis of one, which is shared."""
+    return tuple(
+        0 if n == 1 else s // a.itemsize
+        for n, s in zip(a.shape[:axes], a.strides[:axes], strict=True)
+    )
+
+
 def _describe(run: NativeRun, keep: list[np.ndarray]) -> _Run:
     data = seen(run.data)
     out = _Run()
     out.kind, out.bits, out.group = run.kind, run.bits, run.group
     out.start, out.stop, out.width = run.start, run.stop, run.width
-    if run.kind == AFFINE_CHANNEL:
-        out.capacity = data.shape[3] * 32 // run.bits
+    channels = run.kind == AFFINE_CHANNEL
+    out.capacity = data.shape[3] * 32 // run.bits if channels else data.shape[2]
+    if run.kind == SPARSE:
+        out.bits = data.itemsize * 8
     item = data.itemsize
     out.data = data.ctypes.data
     out.data_batch, out.data_head, out.data_row = (s // item for s in data.strides[:3])
     keep.append(data)
     typed = run.scale if run.scale is not None else run.data
-    out.type = _TYPES[typed.dtype]
+    out.type = _TYPES.get(typed.dtype, 0)
     if run.scale is not None:
         scale = seen(run.scale)
         out.scale = scale.ctypes.data
@@ -169,6 +202,16 @@ def _describe(run: NativeRun, keep: list[np.ndarray]) -> _Run:
         bias = seen(run.bias)
         out.bias = bias.ctypes.data
         keep.append(bias)
+    if run.book is not None:
+        book = seen(run.book)
+        out.book, out.book_type = book.ctypes.data, _TYPES[run.book.dtype]
+        out.book_batch, out.book_head, out.book_part = _steps(book, 3)
+        keep.append(book)
+    if run.signs is not None:
+        signs = seen(run.signs)
+        out.signs = signs.ctypes.data
+        out.sign_batch, out.sign_head, out.sign_row = _steps(signs, 3)
+        keep.append(signs)
     if run.levels is not None:
         out.levels = run.levels.ctypes.data
         keep.append(run.levels)

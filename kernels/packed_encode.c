@@ -202,7 +202,7 @@ static void *rotated_part(void *argument) {
 
 /* 0 when done, 1 for parameters it does not take. */
 int vq_encode_affine(const vq_affine *call, int threads) {
-    if (call->bits < 1 || call->bits > 8 || call->group > 128 || call->n % call->group ||
+    if (call->bits < 1 || call->bits > 8 || call->bits == 7 || call->group > 128 || call->n % call->group ||
         call->group % 32)
         return 1;
     RUN_PARTS(vq_affine, affine_part, call, threads)

@@ -124,10 +124,13 @@ def attend(
         out = attend_native(q, keys, values, v_dim=v_dim, length=length, mask=mask, sinks=sinks)
     if out is not None:
         pass
-    elif rows <= PACKED_ROWS:
-        out = _attend_packed(q, keys, values, _Bias(mask, n_kv, repeat, length, total), sinks)
     else:
-        out = _attend_chunks(q, keys, values, mask, n_kv, repeat, length, total, sinks)
+        with dispatch.arrays_only(use_kernels is False):
+            if rows <= PACKED_ROWS:
+                bias = _Bias(mask, n_kv, repeat, length, total)
+                out = _attend_packed(q, keys, values, bias, sinks)
+            else:
+                out = _attend_chunks(q, keys, values, mask, n_kv, repeat, length, total, sinks)
     return out.reshape(batch, n_q, length, -1).astype(queries.dtype)
 
 
@@ -193,6 +196,9 @@ def _attend_packed(
     if sinks is not None:
         scores = mx.concatenate([sinks, scores], axis=-1)
     weights = mx.softmax(scores, axis=-1, precise=True).astype(q.dtype)
+    if isinstance(bias.mask, mx.array):
+        # A query that may see nothing at all (the padding of a prompt) gets zeros.
+        weights = mx.where(scores.max(axis=-1, keepdims=True) == -mx.inf, 0.0, weights)
     if sinks is not None:
         weights = weights[..., 1:]
     out, start = None, 0

@@ -31,13 +31,15 @@ def attend_native(
     if key_parts is None or value_parts is None:
         return None
     key_runs, value_runs = [r for p in key_parts for r in p], [r for p in value_parts for r in p]
+    if any(run.kind == native.AFFINE_CHANNEL for run in value_runs):
+        return None
     runs = (*key_runs, *value_runs)
     turned: dict[int, mx.array] = {}
     for run in key_runs:
         if id(run.basis) not in turned:
             turned[id(run.basis)] = q if run.basis is None else run.basis.rotate_query(q)
     turned = {key: mx.contiguous(a) for key, a in turned.items()}
-    arrays = [a for r in runs for a in (r.data, r.scale, r.bias) if a is not None]
+    arrays = [a for r in runs for a in r.arrays()]
     edge = None if sinks is None else mx.contiguous(sinks[0, :, :, 0])
     added = _added(mask, length) if isinstance(mask, mx.array) else None
     mx.eval(*turned.values(), *arrays, *(a for a in (edge, added) if a is not None))

@@ -92,6 +92,11 @@ def check_kernel() -> list[Check]:
     """The compiled kernel of the CPU backend; on a Mac MLX uses the GPU."""
     if sys.platform == "darwin":
         return []
+    if os.environ.get("VELOXQUANT_NATIVE") == "0":
+        return [
+            Check("kernel", "warn", "compiled CPU kernel is off: packed caches work, slower",
+                  "Unset VELOXQUANT_NATIVE.")
+        ]  # fmt: skip
     folder = Path(__file__).resolve().parents[1] / "kernels"
     if any(folder.glob("_packed*.so")):
         return [
