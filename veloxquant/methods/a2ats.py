@@ -33,7 +33,7 @@ from veloxquant.quantizers.a2ats import (
     shrunk_moment,
 )
 from veloxquant.quantizers.a2ats_rope import PositionCode
-from veloxquant.quantizers.base import compute_dtype
+from veloxquant.quantizers.base import Codec, compute_dtype
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.rope_vq import QueryWeighted, RetrievalCodec
 from veloxquant.quantizers.sizes import BODY_STEP, LayerShape
@@ -48,7 +48,7 @@ class A2ATSKVCache(ComposedCache):
     def __init__(self, config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> None:
         super().__init__(a2ats_plan(config), shape, config.method)
         self.codec = _codec(config, shape, context)
-        self.codes = Store(self.codec, BODY_STEP)
+        self.codes = Store(cast(Codec, self.codec), BODY_STEP)
         self.fraction = config.a2ats_retrieval_fraction
         self.distance = config.a2ats_b
         self.position = PositionCode.of(

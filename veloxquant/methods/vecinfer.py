@@ -12,7 +12,7 @@ sizes than powers of two rotate by the nearest Hadamard blocks; there is no exac
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -29,6 +29,7 @@ from veloxquant.cache.context import LayerContext, LayerSample
 from veloxquant.cache.layouts.vector import vecinfer_plan
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import CodebookDimensionMismatch, QuantizerConfigError
+from veloxquant.quantizers.base import Codec
 from veloxquant.quantizers.hadamard import SmoothHadamard, hadamard, hadamard_matrix
 from veloxquant.quantizers.sizes import LayerShape
 from veloxquant.quantizers.specs.vector import VectorSpec
@@ -46,7 +47,7 @@ class VecInferKVCache(ComposedCache):
         plan = vecinfer_plan(
             config, key_codebook=not keys.spec.scaled, value_codebook=not values.spec.scaled
         )
-        super().__init__(plan, shape, config.method, (keys, values))
+        super().__init__(plan, shape, config.method, (cast(Codec, keys), cast(Codec, values)))
         self.calibrated = not (keys.spec.scaled or values.spec.scaled)
         """Whether both codebooks were trained; otherwise Gaussian ones stand in."""
         self._codebook_bytes = sum(2 * c.table.centroids.size for c in (keys, values))

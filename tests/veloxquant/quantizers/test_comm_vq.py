@@ -50,8 +50,8 @@ def test_products_by_table_are_those_with_the_decoded_keys(two: CommVQQuantizer)
 def test_every_stage_lowers_the_error(one: CommVQQuantizer, two: CommVQQuantizer) -> None:
     assert one.errors[0] == two.errors[0] > two.errors[1]
     # 0.326 and 0.108 with training keys without end; with 4,000 some of them are learnt by heart
-    assert 0.27 < one.errors[0] < 0.326
-    assert 0.08 < two.errors[1] < 0.108
+    assert 0.24 < one.errors[0] < 0.326
+    assert 0.06 < two.errors[1] < 0.108
 
 
 def test_clusters_are_coded_without_loss() -> None:
