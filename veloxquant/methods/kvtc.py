@@ -6,11 +6,13 @@ and an incomplete block of 64 stay exact. Without calibration the basis suits la
 they resemble the first ones.
 Source: Staniszewski and Łańcucki, KVTC, 2025, arXiv 2511.01815. Differs: a basis for each head and
 layer from the sequence itself instead of one across layers from a calibration set; keys are coded
-as they are cached, rotated by position; DEFLATE is for files (`quantizers/entropy.py`), not for
-what is held, whose size it would make unknown beforehand.
+as they are cached, rotated by position, in a basis that suits all positions (where the layer's
+rotation is known) instead of being turned back for every query; DEFLATE is for files
+(`quantizers/entropy.py`), not for what is held, whose size it would make unknown beforehand.
 """
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -18,16 +20,27 @@ import numpy as np
 from veloxquant.cache.composed import ComposedCache
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.layouts.coded import kvtc_plan
+from veloxquant.cache.rope import shiftable
+from veloxquant.cache.turned_moments import TurnedMoments
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.quantizers.base import Codec
 from veloxquant.quantizers.entropy import deflate
 from veloxquant.quantizers.sizes import LayerShape
+from veloxquant.quantizers.specs.coded import TransformSpec
+from veloxquant.quantizers.transform import TransformCodec
 
 
 class KVTCKVCache(ComposedCache):
     """Bit streams of components behind exact sinks, with a basis for every head."""
 
-    def __init__(self, config: KVCacheConfig, shape: LayerShape) -> None:
-        super().__init__(kvtc_plan(config), shape, config.method)
+    def __init__(self, config: KVCacheConfig, shape: LayerShape, rope: Any | None) -> None:
+        plan, key_codec = kvtc_plan(config), None
+        if shiftable(rope):
+            spec = plan.keys.spec
+            assert isinstance(spec, TransformSpec)
+            moments = TurnedMoments(rope, plan.keys.n_sink)
+            key_codec = cast(Codec, TransformCodec(shape.k_dim, spec, moments))
+        super().__init__(plan, shape, config.method, (key_codec, None))
         self.bit_budget = config.kvtc_bit_budget
         """Most bits of one key or value."""
 
@@ -65,4 +78,4 @@ class KVTCKVCache(ComposedCache):
 
 def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> KVTCKVCache:
     """The cache of one layer."""
-    return KVTCKVCache(config, shape)
+    return KVTCKVCache(config, shape, context.rope)

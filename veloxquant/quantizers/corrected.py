@@ -13,11 +13,15 @@ import math
 
 import mlx.core as mx
 
+from veloxquant.kernels.native import MAX_DIM, SPARSE, NativeRun
 from veloxquant.quantizers import slots, sparse
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.lowrank import low_rank
 from veloxquant.quantizers.specs.coded import CorrectedSpec
+
+_NOWHERE = 65_535
+"""A channel that no run has: an empty slot."""
 
 
 class CorrectedCodec(Shared):
@@ -123,9 +127,38 @@ class CorrectedCodec(Shared):
             out = out + slots.scattered(w, packed["si"], packed["sv"], self.dim)
         return out
 
-    def native(self, packed: Packed, start: int, stop: int) -> None:
-        """None: the kernel does not read sparse entries."""
-        del packed, start, stop
+    def native(self, packed: Packed, start: int, stop: int) -> tuple[NativeRun, ...]:
+        """Backbone, factors and exact entries as parts that add up."""
+        base = self.base.native(packed, start, stop)
+        assert isinstance(base, NativeRun)
+        parts = [base]
+        if self.rank:
+            parts += self._factor_runs(packed, start, stop)
+        if self.slots:
+            parts.append(
+                NativeRun(SPARSE, packed["si"], start, stop, self.slots, scale=packed["sv"])
+            )
+        return tuple(parts)
+
+    def _factor_runs(self, packed: Packed, start: int, stop: int) -> list[NativeRun]:
+        """Factors as sparse rows: token t is `a` at the channels of its block, in their basis."""
+        left, right = packed["a"], packed["m"]
+        batch, heads, count, rank, _ = right.shape
+        place = mx.arange(count * self.spec.block) // self.spec.block * rank
+        place = place[:, None] + mx.arange(rank)
+        most = MAX_DIM // rank
+        runs = []
+        for low in range(start // self.spec.block, -(-stop // self.spec.block), most):
+            high = min(low + most, count)
+            dim = (high - low) * rank
+            inside = (place >= low * rank) & (place < high * rank)
+            channel = mx.where(inside, place - low * rank, _NOWHERE).astype(mx.uint16)
+            data = mx.broadcast_to(channel, (batch, heads, *channel.shape))
+            basis = _Factors(right[:, :, low:high])
+            runs.append(
+                NativeRun(SPARSE, data, start, stop, rank, scale=left, basis=basis, dim=dim)
+            )
+        return runs
 
     def _weights(self, w: mx.array) -> mx.array:
         """(B, H, M, T) cut into (B, H, N, M, C)."""
@@ -145,3 +178,19 @@ class CorrectedCodec(Shared):
         right = packed["m"].astype(w.dtype).reshape(batch, heads, count * rank, dim)
         seen = self._weights(w) @ self._blocks(packed["a"].astype(w.dtype))
         return seen.swapaxes(2, 3).reshape(batch, heads, -1, count * rank) @ right
+
+
+class _Factors:
+    """The map between channels and the right factors of some blocks, one after the other."""
+
+    def __init__(self, right: mx.array) -> None:
+        batch, heads, count, rank, dim = right.shape
+        self.right = right.reshape(batch, heads, count * rank, dim)
+
+    def rotate_query(self, q: mx.array) -> mx.array:
+        """Products with every right factor."""
+        return q @ self.right.astype(q.dtype).swapaxes(-1, -2)
+
+    def unrotate(self, x: mx.array) -> mx.array:
+        """Right factors summed with these weights."""
+        return x @ self.right.astype(x.dtype)

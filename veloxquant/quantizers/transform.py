@@ -9,6 +9,9 @@ Source: KVTC (arXiv 2511.01815). Differs: a basis for each layer and head, fitte
 tokens of the sequence, instead of one across layers and heads from a calibration set.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import mlx.core as mx
 import numpy as np
 
@@ -25,15 +28,42 @@ _RUN_WORDS = MAX_DIM // 32
 _USED, _SPREAD = 8, 16
 
 
+class Moments(NamedTuple):
+    """Mean (B, H, 1, D) and covariance (B, H, D, D) in fp64.
+
+    `rows` is the size of the sample that they are those of, None when they stand for all rows.
+    """
+
+    mean: np.ndarray
+    covariance: np.ndarray
+    rows: int | None
+
+
+def sample_moments(x: mx.array) -> Moments:
+    """The moments of (B, H, n, D) itself."""
+    rows = np.array(x.astype(mx.float32), dtype=np.float64)
+    mean = rows.mean(axis=2, keepdims=True)
+    centred = rows - mean
+    covariance = centred.swapaxes(-1, -2) @ centred / rows.shape[2]
+    return Moments(mean, covariance, rows.shape[2])
+
+
 class TransformCodec(Shared):
     """`w` (B, H, T, words) uint32, and for each head: `basis` (D, R), `mean` and `origin` (1, D).
 
     Further `step` and `bits` (1, R) of the R components and `lane` (1, 32·words): component,
-    place in it and use of every bit of the stream.
+    place in it and use of every bit of the stream. `moments` says what rows to expect, those of
+    the first ones if it is left out.
     """
 
-    def __init__(self, dim: int, spec: TransformSpec) -> None:
+    def __init__(
+        self,
+        dim: int,
+        spec: TransformSpec,
+        moments: Callable[[mx.array], Moments] | None = None,
+    ) -> None:
         self.dim, self.spec = dim, spec
+        self.moments = moments or sample_moments
         self.axes = {"w": TokenAxis(2)}
         self.words, self.kept = spec.words(dim), spec.components(dim)
         self.lanes = 32 * self.words
@@ -42,11 +72,10 @@ class TransformCodec(Shared):
 
     def fit(self, x: mx.array) -> Packed:
         """Basis, grids and layout from (B, H, fit_tokens, D); waits for the rows once."""
-        rows = np.array(x.astype(mx.float32), dtype=np.float64)
-        mean = rows.mean(axis=2, keepdims=True)
-        centred = rows - mean
-        variances, vectors = _eigen(centred.swapaxes(-1, -2) @ centred / rows.shape[2])
-        variances = future_variances(variances, rows.shape[2] - 1)
+        mean, covariance, rows = self.moments(x)
+        variances, vectors = _eigen(covariance)
+        if rows is not None:
+            variances = future_variances(variances, rows - 1)
         bits = dp_allocate_bits(variances, self.spec.budget, self.spec.choices, self.spec.beta)
         bits = bits[..., : self.kept]
         step = np.asarray(STEPS)[bits] * np.sqrt(variances[..., : self.kept])

@@ -108,11 +108,17 @@ def test_outliers_are_exact() -> None:
         assert worst(mx.where(spikes > 0, got, 0), mx.where(spikes > 0, true, 0)) <= 1e-5
 
 
-def test_attention_reads_what_it_holds() -> None:
-    tokens = structured(300)
-    cache = cache_of(tokens)
-    feed(cache, tokens.cut(0, 299), 100)
-    last = tokens.cut(299, 300)
+@pytest.mark.parametrize("kernels", [None, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gear_rank": 0}, {"gear_rank": 100}, {"gear_sparse_fraction": 0.0}, {"gear_bits": 3}],
+)
+def test_attention_reads_what_it_holds(options: dict[str, Any], kernels: bool | None) -> None:
+    tokens = random_tokens(900, seed=12, heads=2, repeat=3, k_dim=128, v_dim=96)
+    cache = cache_of(tokens, **options)
+    cache.use_kernels = kernels
+    cache.update_and_fetch(*tokens.cut(0, 899)[1:])
+    last = tokens.cut(899, 900)
     out = attend(cache, last)
     keys, values = held_rows(cache)
     wanted = mx.fast.scaled_dot_product_attention(last.queries, keys, values, scale=128**-0.5)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from cache_lab import (
@@ -19,11 +20,13 @@ from cache_lab import (
 )
 
 from veloxquant.cache.attend import attend as attention
+from veloxquant.cache.context import LayerContext
 from veloxquant.cache.persist import load_caches, save_caches
 from veloxquant.cache.table import held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import KVTCOptions
 from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.methods.kvtc import build
 
 SINKS, FIT = 4, 256
 
@@ -140,6 +143,28 @@ def test_structured_rows_cost_little_at_a_small_budget() -> None:
     keys, _ = held_rows(filled(tokens, kvtc_bit_budget=128))
     error = mx.square(keys - rows).sum() / mx.square(rows).sum()
     assert error.item() < 2 * noise**2
+
+
+@pytest.mark.parametrize("partial", [64, 32])
+def test_keys_turned_by_position_are_coded_well_at_later_positions(partial: int) -> None:
+    draws = mx.random.split(mx.random.key(16), 3)
+    still = mx.random.normal((1, 2, 600, 64), key=draws[0]) * mx.exp(-mx.arange(64) / 16)
+    still = still @ mx.random.normal((64, 64), key=draws[1]) / 8 + 2 * mx.random.normal(
+        (64,), key=draws[2]
+    )
+    rope = nn.RoPE(partial, base=100_000.0)
+    keys = mx.concatenate([rope(still[:, :, :300]), rope(still[:, :, 300:], offset=5_000)], axis=2)
+    lost = []
+    for known in (None, rope):
+        shape = shape_of(Tokens(keys, keys, keys))
+        cache = build(config_of(kvtc_bit_budget=256), shape, LayerContext(rope=known))
+        cache.update_and_fetch(keys, keys)
+        cache.commit()
+        got, _ = held_rows(cache)
+        error = mx.square(got - keys).sum(axis=-1)[:, :, 320:576].mean()
+        lost.append((error / mx.square(keys).sum(axis=-1).mean()).item())
+    assert lost[1] < 0.03
+    assert lost[0] > 5 * lost[1]
 
 
 def test_a_trim_below_the_fit_starts_over() -> None:
