@@ -36,25 +36,23 @@ class Eigenbasis(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """A range of directions: its table, its scaled basis, and where its words lie."""
+    """A range of directions: the name of its words, its table, its scaled basis."""
 
+    name: str
     start: int
     stop: int
-    word: int
     table: CodeTable
     basis: Matrix
 
 
 class SpectralCodec(Shared):
-    """`c` (B, H, T, words) uint32 and `n` (B, H, T, 1); `z` and `g` with a sketch.
+    """`c0`, `c1`... (B, H, T, words) uint32 a segment, `n` (B, H, T, 1); `z`, `g` with a sketch.
 
     Without an eigenbasis the directions are those of the seeded rotation, all of one variance.
     """
 
     def __init__(self, dim: int, spec: SpectralSpec, found: Eigenbasis | None = None) -> None:
         self.dim, self.spec = dim, spec
-        names = ("c", "n", "z", "g") if spec.signs else ("c", "n")
-        self.axes = {name: TokenAxis(2) for name in names}
         if found is None:
             found = Eigenbasis(rotation(dim, spec.seed).matrix.T, mx.full((dim,), 1 / dim))
         vectors, variances = found.vectors.astype(mx.float32), found.variances.astype(mx.float32)
@@ -65,14 +63,17 @@ class SpectralCodec(Shared):
         # (D,) or (H, 1, D), to divide the coordinates of (B, H, n, D).
         self._scales = scales if scales.ndim == 1 else mx.expand_dims(scales, -2)
         scaled = rows * mx.expand_dims(scales, -1)
-        self._segments, at, word = [], 0, 0
+        self._segments, at = [], 0
         for count, bits in spec.segments:
             if bits:
                 table = CodeTable(count, bits, *levels_of(bits, "flat"), scale=1.0)
                 part = Matrix(mx.contiguous(scaled[..., at : at + count, :]))
-                self._segments.append(_Segment(at, at + count, word, table, part))
-                word += table.words
+                name = f"c{len(self._segments)}"
+                self._segments.append(_Segment(name, at, at + count, table, part))
             at += count
+        norms = ("n", "z", "g") if spec.signs else ("n",)
+        names = (*(segment.name for segment in self._segments), *norms)
+        self.axes = {name: TokenAxis(2) for name in names}
         self._front = spec.segments[0][0]
         self.signs: SignCode | None = None
         if spec.signs:
@@ -84,16 +85,16 @@ class SpectralCodec(Shared):
         dtype = narrow(x.dtype)
         unit, norm = unit_and_norm(x)
         z = self.basis.rotate(unit)
-        words, hats = [], []
+        packed: Packed = {}
+        hats: list[mx.array] = []
         for segment in self._segments:
             y = (z / self._scales)[..., segment.start : segment.stop]
             codes = segment.table.codes(y)
-            words.append(segment.table.pack(codes))
+            packed[segment.name] = segment.table.pack(codes)
             hats.append(segment.table.look_up(codes))
         coded = hats[-1] if len(hats) == 1 else mx.concatenate(hats, axis=-1)
         # Directions without bits are the last ones and stand for zero.
         hat = coded * self._scales[..., : coded.shape[-1]]
-        packed = {"c": words[0] if len(words) == 1 else mx.concatenate(words, axis=-1)}
         if self.signs is None:
             packed["n"] = (norm * self._correction(z[..., : hat.shape[-1]], hat)).astype(dtype)
             return packed
@@ -108,20 +109,17 @@ class SpectralCodec(Shared):
     def _correction(self, z: mx.array, hat: mx.array) -> mx.array:
         """Factor on the norm: keys keep their product with themselves, values lose least."""
         inner = (z * hat).sum(axis=-1, keepdims=True)
-        if self.spec.unbiased:
-            return 1 / mx.maximum(inner, 1e-3)
-        return inner / mx.maximum(mx.square(hat).sum(axis=-1, keepdims=True), TINY)
-
-    def _words(self, packed: Packed, segment: _Segment) -> mx.array:
-        if len(self._segments) == 1:
-            return packed["c"]
-        return packed["c"][..., segment.word : segment.word + segment.table.words]
+        least = inner / mx.maximum(mx.square(hat).sum(axis=-1, keepdims=True), TINY)
+        if not self.spec.unbiased:
+            return least
+        # A key unlike all that the basis was found from must not grow: twice its length at most.
+        return mx.minimum(1 / mx.maximum(inner, TINY), 4 * mx.maximum(least, 0.0))
 
     def scores(self, q: mx.array, packed: Packed) -> mx.array:
         """Sum of the segments' products, and of the sketch's."""
         out = mx.zeros((), dtype=q.dtype)
         for segment in self._segments:
-            turned, words = segment.basis.rotate_query(q), self._words(packed, segment)
+            turned, words = segment.basis.rotate_query(q), packed[segment.name]
             out = out + segment.table.scores(turned, words, packed["n"])
         return out if self.signs is None else out + self.signs.scores(q, packed["z"], packed["g"])
 
@@ -129,7 +127,7 @@ class SpectralCodec(Shared):
         """Sums in the eigenbasis, each segment mapped back once."""
         out = mx.zeros((), dtype=w.dtype)
         for segment in self._segments:
-            words = self._words(packed, segment)
+            words = packed[segment.name]
             out = out + segment.basis.unrotate(segment.table.mix(w, words, packed["n"]))
         return out if self.signs is None else out + self.signs.mix(w, packed["z"], packed["g"])
 
@@ -137,7 +135,7 @@ class SpectralCodec(Shared):
         """Rows (B, H, T, D) in the original basis, the sketch's part included."""
         out = mx.zeros((), dtype=mx.float32)
         for segment in self._segments:
-            words = self._words(packed, segment)
+            words = packed[segment.name]
             out = out + segment.basis.unrotate(segment.table.rows(words, packed["n"]))
         if self.signs is not None:
             out = out + self.signs.decode(packed["z"], packed["g"])
@@ -146,7 +144,7 @@ class SpectralCodec(Shared):
     def native(self, packed: Packed, start: int, stop: int) -> tuple[NativeRun, ...]:
         """A part for each segment, which add up, and one for the sketch."""
         runs = [
-            s.table.native(self._words(packed, s), packed["n"], start, stop, s.basis, s.table.width)
+            s.table.native(packed[s.name], packed["n"], start, stop, s.basis, s.table.width)
             for s in self._segments
         ]
         if self.signs is not None:
