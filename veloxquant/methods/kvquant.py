@@ -4,6 +4,7 @@ Keys are normalised by channel, values by token and group, and coded with a few 
 them; the largest entries of each token are kept exactly beside the codes. Ranges of key channels
 and levels are fitted once to the first tokens behind the sinks, or with `kvquant_refit_interval`
 to every block of that many tokens, which then waits in full precision until it is complete.
+Without an interval they may come from a text of calibration instead.
 Source: Hooper et al., KVQuant, 2024, arXiv 2401.18079. Differs: keys are coded after position
 encoding, as the cache receives them; levels are fitted online to each head and entries weigh the
 same; tokens are coded 32 at a time; a token outside the fitted ranges starts no new table.
@@ -12,7 +13,8 @@ same; tokens are coded 32 at a time; a token outside the fitted ranges starts no
 import mlx.core as mx
 
 from veloxquant.cache.composed import ComposedCache
-from veloxquant.cache.context import LayerContext
+from veloxquant.cache.context import LayerContext, LayerSample
+from veloxquant.cache.given import fit_sides, given_codecs
 from veloxquant.cache.layouts.grouped import kvquant_plan
 from veloxquant.cache.stream import Stream
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -22,8 +24,12 @@ from veloxquant.quantizers.sizes import LayerShape
 class KVQuantKVCache(ComposedCache):
     """Coded rows with slots for outliers, behind exact sinks."""
 
-    def __init__(self, config: KVCacheConfig, shape: LayerShape) -> None:
-        super().__init__(kvquant_plan(config), shape, config.method)
+    def __init__(self, config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> None:
+        plan = kvquant_plan(config)
+        codecs = given_codecs(plan, shape, context)
+        super().__init__(plan, shape, config.method, codecs)
+        self.calibrated = any(codecs)
+        """Whether ranges and levels come from a text of calibration."""
         self.nuq_bits = config.kvquant_bits
         """Bits of a code."""
         self.outlier_fraction = config.kvquant_outlier_fraction
@@ -71,4 +77,15 @@ class KVQuantKVCache(ComposedCache):
 
 def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> KVQuantKVCache:
     """The cache of one layer."""
-    return KVQuantKVCache(config, shape)
+    return KVQuantKVCache(config, shape, context)
+
+
+FIT_FIELDS = (
+    "kvquant_bits", "kvquant_outlier_fraction", "kvquant_group_size", "kvquant_lloyd_iters",
+)  # fmt: skip
+"""Settings that fitted arrays depend on."""
+
+
+def fit(config: KVCacheConfig, sample: LayerSample) -> dict[str, mx.array]:
+    """Ranges and levels of one layer, from what it saw of a text behind the sinks."""
+    return fit_sides(kvquant_plan(config), sample)

@@ -4,7 +4,10 @@ Source: KVQuant (arXiv 2401.18079), section 3.4, without its weights: Lloyd's al
 of equal mass.
 """
 
+from functools import lru_cache
+
 import mlx.core as mx
+import numpy as np
 
 from veloxquant.dsa.mlx_pack import unpack
 
@@ -79,3 +82,22 @@ def codes_of(words: mx.array, bits: int, n: int) -> mx.array:
     )  # fmt: skip
     codes = (fields[..., None] >> (mx.arange(4, dtype=mx.uint32) * 3)) & mx.array(7, mx.uint32)
     return codes.reshape(*lead, -1)[..., :n]
+
+
+@lru_cache(maxsize=8)
+def _all_runs(bits: int, run: int) -> mx.array:
+    """Codes of every run of `run` neighbours, the first in the lowest bits: (2^(bits·run), run)."""
+    every = np.arange(1 << (bits * run), dtype=np.uint32)[:, None]
+    codes = (every >> (bits * np.arange(run, dtype=np.uint32))) & ((1 << bits) - 1)
+    return mx.array(codes)
+
+
+def book_of(levels: mx.array, bits: int) -> mx.array:
+    """Levels (B, H, 1, 2^bits) of every run of neighbouring codes: (B, H, 1, codes, run).
+
+    A run is four codes, two of four bits, so that the book stays in cache.
+    """
+    batch, heads = levels.shape[:2]
+    codes = _all_runs(bits, 4 if bits < 4 else 2)
+    book = mx.take_along_axis(levels.reshape(batch, heads, -1), codes.reshape(1, 1, -1), axis=-1)
+    return book.reshape(batch, heads, 1, *codes.shape)

@@ -12,8 +12,10 @@ from typing import Any
 import mlx.core as mx
 
 from veloxquant.dsa.mlx_pack import pack
-from veloxquant.quantizers.base import Packed, Shared, TokenAxis
-from veloxquant.quantizers.levels import codes_of, lloyd_levels, looked_up, nearest
+from veloxquant.kernels.native import PLAIN, SPARSE, VECTOR, Basis, NativeRun
+from veloxquant.quantizers.base import NativeParts, Packed, Shared, TokenAxis
+from veloxquant.quantizers.fitted import for_batch
+from veloxquant.quantizers.levels import book_of, codes_of, lloyd_levels, looked_up, nearest
 from veloxquant.quantizers.sizes import round_up
 from veloxquant.quantizers.sparse import corrected, largest, mark, missed
 from veloxquant.quantizers.specs.grouped import index_bytes
@@ -47,10 +49,11 @@ class _NuqCodec(Shared):
 
     `w` (B, H, T, words), slots `v` (B, H, T, slots) and their channels `i`; of each table `levels`
     (B, H, tables, 2^bits) fp32. One table is a constant of the store, more lie along its tokens.
+    `given` are such constants of one sequence, (1, H, 1, ...), to take instead of fitted ones.
     """
 
-    def __init__(self, dim: int, spec: NuqSpec) -> None:
-        self.dim, self.spec = dim, spec
+    def __init__(self, dim: int, spec: NuqSpec, given: Packed | None = None) -> None:
+        self.dim, self.spec, self.given = dim, spec, given or {}
         self.lanes, self.count = spec.lanes(dim), spec.slots(dim)
         self._index = mx.uint8 if index_bytes(dim) == 1 else mx.uint16
         names = ("w", "v", "i") if self.count else ("w",)
@@ -82,6 +85,9 @@ class _NuqCodec(Shared):
 
     def fit(self, x: mx.array) -> Packed:
         """The table for rows (B, H, n, D)."""
+        if self.given:
+            ranges = {name: a.astype(x.dtype) for name, a in self.given.items() if name != "levels"}
+            return for_batch({**ranges, "levels": self.given["levels"]}, x.shape[0])
         return self._learn(x.astype(mx.float32)[:, :, None], x.dtype)
 
     def encode(self, x: mx.array) -> Packed:
@@ -145,13 +151,98 @@ class _NuqCodec(Shared):
             start += n
         return out
 
-    def native(self, packed: Packed, start: int, stop: int) -> None:
-        """The compiled kernel has no such form."""
-        del packed, start, stop
+    def native(self, packed: Packed, start: int, stop: int) -> NativeParts | None:
+        """Runs of codes as entries of a book, what is added to them, and the slots.
+
+        The kernel reads one table, not one for each block.
+        """
+        if self.spec.refit:
+            return None
+        parts = self._native_codes(packed, start, stop, book_of(packed["levels"], self.spec.bits))
+        if self.count:
+            parts.append(NativeRun(SPARSE, packed["i"], start, stop, self.count, scale=packed["v"]))
+        return tuple(parts)
+
+    def _native_codes(
+        self, packed: Packed, start: int, stop: int, book: mx.array
+    ) -> list[NativeRun]:
+        """Coded rows without their slots."""
+        raise NotImplementedError
+
+    def _entries(
+        self, words: mx.array, start: int, stop: int, width: int, book: mx.array, basis: Basis,
+        scale: mx.array | None = None,
+    ) -> NativeRun:  # fmt: skip
+        run = book.shape[-1]
+        return NativeRun(
+            VECTOR, words, start, stop, width, self.spec.bits * run, run,
+            scale=scale, basis=basis, book=book, dim=min(width, self.dim),
+        )  # fmt: skip
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """Rows (B, H, T, D)."""
         return self._rows(packed).astype(dtype)
+
+
+class _Scaled:
+    """Channels times a factor each, (B, H, 1, D)."""
+
+    def __init__(self, factor: mx.array) -> None:
+        self.factor = factor
+
+    def rotate_query(self, q: mx.array) -> mx.array:
+        """Queries for rows without the factor."""
+        return q * self.factor
+
+    def unrotate(self, x: mx.array) -> mx.array:
+        """Sums of rows with the factor."""
+        return x * self.factor
+
+
+class _Constant:
+    """One row, (B, H, 1, D), that every token adds."""
+
+    def __init__(self, row: mx.array) -> None:
+        self.row = row
+
+    def rotate_query(self, q: mx.array) -> mx.array:
+        """Products with the row."""
+        return (q * self.row).sum(axis=-1, keepdims=True)
+
+    def unrotate(self, x: mx.array) -> mx.array:
+        """The row times sums of weights."""
+        return x * self.row
+
+
+class _Piece:
+    """Channels from `start` on, of `dim`."""
+
+    def __init__(self, start: int, stop: int, dim: int) -> None:
+        self.start, self.stop, self.dim = start, stop, dim
+
+    def rotate_query(self, q: mx.array) -> mx.array:
+        """These channels of queries."""
+        return q[..., self.start : self.stop]
+
+    def unrotate(self, x: mx.array) -> mx.array:
+        """Sums of these channels among zeros."""
+        return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(self.start, self.dim - self.stop)])
+
+
+class _Groups:
+    """One number for each `group` channels, of `dim`."""
+
+    def __init__(self, group: int, dim: int) -> None:
+        self.group, self.dim = group, dim
+
+    def rotate_query(self, q: mx.array) -> mx.array:
+        """Sums of the groups of queries."""
+        wide = mx.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, -self.dim % self.group)])
+        return wide.reshape(*q.shape[:-1], -1, self.group).sum(axis=-1)
+
+    def unrotate(self, x: mx.array) -> mx.array:
+        """Each number for all channels of its group."""
+        return mx.repeat(x, self.group, axis=-1)[..., : self.dim]
 
 
 class NuqChannelCodec(_NuqCodec):
@@ -180,14 +271,24 @@ class NuqChannelCodec(_NuqCodec):
         off, rng = (packed[k].astype(mx.float32)[..., None, :] for k in ("off", "rng"))
         return t[..., : self.dim] * rng + off
 
+    def _native_codes(
+        self, packed: Packed, start: int, stop: int, book: mx.array
+    ) -> list[NativeRun]:
+        off, rng = (packed[k].astype(mx.float32) for k in ("off", "rng"))
+        ones = mx.broadcast_to(mx.array(1.0), (*packed["w"].shape[:3], 1))
+        return [
+            self._entries(packed["w"], start, stop, self.lanes, book, _Scaled(rng)),
+            NativeRun(PLAIN, ones, start, stop, 1, basis=_Constant(off), dim=1),
+        ]
+
 
 class NuqTokenCodec(_NuqCodec):
     """Values: `off` and `rng` (B, H, T, groups), middle and half range of channels of a token."""
 
     spec: NuqTokenSpec
 
-    def __init__(self, dim: int, spec: NuqTokenSpec) -> None:
-        super().__init__(dim, spec)
+    def __init__(self, dim: int, spec: NuqTokenSpec, given: Packed | None = None) -> None:
+        super().__init__(dim, spec, given)
         self.groups = self.lanes // spec.group
         self.axes |= {"off": TokenAxis(2), "rng": TokenAxis(2)}
 
@@ -225,3 +326,18 @@ class NuqTokenCodec(_NuqCodec):
             self._wide(packed[k], tables).astype(mx.float32)[..., None] for k in ("off", "rng")
         )
         return (grouped * rng + off).reshape(t.shape)[..., : self.dim]
+
+    def _native_codes(
+        self, packed: Packed, start: int, stop: int, book: mx.array
+    ) -> list[NativeRun]:
+        groups = _Groups(self.spec.group, self.dim)
+        out = [
+            NativeRun(PLAIN, packed["off"], start, stop, self.groups, basis=groups, dim=self.groups)
+        ]
+        width, words = self.spec.group, self.spec.group * self.spec.bits // 32
+        for g in range(self.groups):
+            own = packed["w"][..., g * words : (g + 1) * words]
+            basis = _Piece(g * width, min((g + 1) * width, self.dim), self.dim)
+            run = self._entries(own, start, stop, width, book, basis, packed["rng"][..., g : g + 1])
+            out.append(run._replace(dim=basis.stop - basis.start))
+        return out

@@ -110,3 +110,29 @@ def test_bytes_of_the_default() -> None:
 def test_out_of_range(field: str, value: object) -> None:
     with pytest.raises(QuantizerConfigError, match=f"{field}={value}"):
         cache_of(random_tokens(1), **{field: value})
+
+
+def check_kernel(tokens, **fields) -> None:
+    """Decode steps through the compiled kernel are those of the array operations."""
+    caches = [cache_of(tokens, **fields) for _ in range(2)]
+    caches[1].use_kernels = False
+    n = tokens.length - 2
+    outs = []
+    for cache in caches:
+        feed(cache, tokens.cut(0, n), 200)
+        outs.append(feed(cache, tokens.cut(n, n + 2), 1))
+    assert worst(*outs) < 2e-4
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("share", [0.0, 0.05])
+def test_the_kernel_reads_levels_and_slots(bits: int, share: float) -> None:
+    for heads, dim, group in ((1, 64, 32), (3, 80, 64)):
+        tokens = random_tokens(300, seed=8, heads=heads, k_dim=dim)
+        check_kernel(
+            tokens, kvquant_bits=bits, kvquant_outlier_fraction=share, kvquant_group_size=group
+        )
+
+
+def test_blocks_with_tables_of_their_own_are_read_by_array_operations() -> None:
+    check_kernel(random_tokens(300, seed=9), kvquant_refit_interval=64)
