@@ -20,7 +20,7 @@ _PRODUCT = 1 << 18
 thousands of small products can cost a hundred times the work."""
 _THREAD_SCORES = 1 << 23
 """Scores from which a second thread pays."""
-_START_ROWS = 1 << 14
+_START_ROWS = 1 << 12
 """Rows that the start of k-means looks at."""
 MOST_ROWS = 1 << 18
 """Rows that k-means looks at; more add nothing to a table of a few thousand centroids."""
@@ -137,15 +137,13 @@ def _start(x: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
     if len(pool) <= k:
         return np.concatenate([pool, pool[rng.integers(len(pool), size=k - len(pool))]])
     out = np.empty((k, x.shape[1]), dtype=np.float32)
-    columns = np.ascontiguousarray(pool.T)
+    squares = np.square(pool).sum(axis=1)
     away = np.full(len(pool), np.inf, dtype=np.float32)
     pick = int(rng.integers(len(pool)))
     for i in range(k):
         out[i] = pool[pick]
-        distance = np.zeros(len(pool), dtype=np.float32)
-        for column, value in zip(columns, out[i], strict=True):
-            distance += np.square(column - value)
-        np.minimum(away, distance, out=away)
+        distance = squares - 2 * (pool @ out[i]) + squares[pick]
+        np.minimum(away, np.maximum(distance, 0), out=away)
         total = np.cumsum(away, dtype=np.float64)
         if total[-1] <= 0:
             out[i + 1 :] = pool[rng.integers(len(pool), size=k - i - 1)]

@@ -16,10 +16,10 @@ from veloxquant.quantizers.bit_stream import pack_codes, unpack_codes
 from veloxquant.quantizers.specs.vector import RetrievalSpec
 from veloxquant.quantizers.vq import VectorTable
 
-FIT_ROUNDS = 8
+FIT_ROUNDS = 5
 FIT_SEED = 1234
 _TILE = 1024
-_FIT_ROWS = 32
+_FIT_ROWS = 16
 """Pieces an entry that a codebook is fitted to; more cost time and gain little."""
 
 
