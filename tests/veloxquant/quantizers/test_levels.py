@@ -122,11 +122,16 @@ def test_codes_come_back_from_words(bits: int) -> None:
 # ---- slots ----------------------------------------------------------------------------------
 
 
-def test_slots_hold_the_largest_entries() -> None:
+@pytest.mark.parametrize("count", [1, 3, 6, 7, 39])
+def test_slots_hold_the_largest_entries(count: int) -> None:
     score = mx.random.uniform(shape=(2, 5, 40), key=mx.random.key(6))
-    at = np.array(largest(score, 3))
-    wanted = np.sort(np.argsort(-np.array(score), axis=-1)[..., :3], axis=-1)
+    at = np.array(largest(score, count))
+    wanted = np.sort(np.argsort(-np.array(score), axis=-1)[..., :count], axis=-1)
     assert (at == wanted).all()
+
+
+def test_marks_are_the_slots() -> None:
+    score = mx.random.uniform(shape=(2, 5, 40), key=mx.random.key(6))
     assert mark(score, 3).sum(axis=-1).tolist() == [[3] * 5] * 2
     assert not mark(score, 0).any().item()
     assert largest(score, 40).shape == score.shape
