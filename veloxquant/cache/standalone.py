@@ -260,7 +260,17 @@ def _unpacked(stream: Stream, span: tuple[int, int], dtype: mx.Dtype) -> mx.arra
 
 
 def layer_of(config: KVCacheConfig, shape: LayerShape, plan: LayerPlan) -> ComposedCache:
-    """The streams of a plan, with the rotations, tables and sketches of `config.store`."""
+    """The streams of a plan, with the rotations, tables and sketches of `config.store`.
+
+    Raises:
+        QuantizerConfigError: when loud channels would leave no others.
+    """
+    for spec, dim in ((plan.keys.spec, shape.k_dim), (plan.values.spec, shape.v_dim)):
+        if isinstance(spec, ChannelSplitSpec) and spec.n_loud >= dim:
+            raise QuantizerConfigError(
+                f"n_outlier_channels={spec.n_loud!r} leaves none of the {dim} channels of a head; "
+                f"lower it"
+            )
     if config.store is None:
         return ComposedCache(plan, shape, config.method)
     keys = codec_with(config.store, plan.keys.spec, shape.k_dim)

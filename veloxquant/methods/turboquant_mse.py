@@ -5,7 +5,8 @@ serves every head, layer and model. Every token is coded alone when it arrives, 
 alike. Keys carry the norm that leaves inner products unbiased, values that of least squared error.
 Source: TurboQuant, Zandieh et al., 2025, arXiv 2504.19874. Differs: the rotation is two rounds of a
 randomized Hadamard transform unless a store gives a matrix; with loud channels apart the first
-`n_calib_tokens` wait exact until the channels are known, and are then coded like the rest.
+`n_calib_tokens` wait exact until the channels are known, and are then coded like the rest; cut
+back below that number, they come back as they were coded.
 """
 
 from veloxquant.cache.composed import ComposedCache

@@ -200,6 +200,14 @@ def test_settings_of_the_standalone_objects_are_refused(
         build_layer(KVCacheConfig(method=method, **{field: value}), LayerShape(1, 1, 128, 128))
 
 
+def test_loud_channels_leave_others_in_keys_and_in_values() -> None:
+    config = KVCacheConfig(
+        method="turboquant_mse", n_outlier_channels=64, enable_outlier_two_stream=True
+    )
+    with pytest.raises(QuantizerConfigError, match="n_outlier_channels=64"):
+        build_layer(config, LayerShape(1, 1, 128, 64))
+
+
 def test_odd_heads_have_no_pairs() -> None:
     with pytest.raises(QuantizerConfigError, match="head_dim=65 is odd"):
         build_layer(KVCacheConfig(method="polar", head_dim=65), LayerShape(1, 1, 65, 65))
