@@ -147,7 +147,7 @@ _ROWS = (
          "Keys per channel, values per token, newest tokens exact", "KIVI, arXiv 2402.02750"),
     _row("kivi_sink", "hybrid", KIVIOptions, "none", "lossy", "none", 1, "ready",
          "kivi with the first tokens exact", "KIVI, arXiv 2402.02750; KVSink, arXiv 2508.04257"),
-    _row("svdq", "quantization", SVDqOptions, "none", "lossy", "none", 1, "planned",
+    _row("svdq", "quantization", SVDqOptions, "none", "lossy", "none", 1, "ready",
          "Key latents in mixed bits", "SVDq, arXiv 2502.15304"),
     _row("kitty", "quantization", KittyOptions, "none", "lossy", "none", 1, "ready",
          "Two bits with boosted key channels", "Kitty, arXiv 2511.18643"),

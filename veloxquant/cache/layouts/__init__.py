@@ -6,12 +6,21 @@ build their caches from the same functions.
 
 from collections.abc import Callable
 
-from veloxquant.cache.layouts import base, coded, eviction, grouped, rotated, tiered, vector
+from veloxquant.cache.layouts import (
+    base,
+    coded,
+    eviction,
+    grouped,
+    latent,
+    rotated,
+    tiered,
+    vector,
+)
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import Held, LayerShape
 
 HELD: dict[str, Callable[[KVCacheConfig, LayerShape, int], Held]] = {
     name: size
-    for family in (base, rotated, grouped, vector, tiered, coded, eviction)
+    for family in (base, rotated, grouped, vector, tiered, coded, latent, eviction)
     for name, size in family.HELD.items()
 }

@@ -2,11 +2,20 @@
 
 from collections.abc import Callable
 
-from veloxquant.config.checks import base, coded, eviction, grouped, rotated, tiered, vector
+from veloxquant.config.checks import (
+    base,
+    coded,
+    eviction,
+    grouped,
+    latent,
+    rotated,
+    tiered,
+    vector,
+)
 from veloxquant.config.kv_cache import KVCacheConfig
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     name: rule
-    for family in (base, rotated, grouped, vector, tiered, coded, eviction)
+    for family in (base, rotated, grouped, vector, tiered, coded, latent, eviction)
     for name, rule in family.CHECKS.items()
 }

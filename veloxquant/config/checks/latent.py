@@ -1,0 +1,52 @@
+"""Ranges of the methods that keep latents, or share them among layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.ranges import (
+    AFFINE_BITS,
+    AFFINE_GROUPS,
+    NO_OUTLIERS,
+    bits,
+    integer,
+    one_of,
+    real,
+    refuse,
+    unused,
+)
+
+MAX_DIM = 1024
+OWN_WIDTH = ("bit_width_inlier", *NO_OUTLIERS)
+"""These methods take their widths from their own options."""
+
+
+def _share(config: KVCacheConfig, field: str) -> None:
+    real(config, field, 0, 1, open_low=True)
+
+
+def _rank(config: KVCacheConfig, field: str, most: int) -> None:
+    if getattr(config, field) is not None:
+        integer(config, field, 1, most)
+
+
+def check_svdq(config: KVCacheConfig) -> None:
+    """A rank or a share of energy, an MLX group size, widths of which one is above none."""
+    bits(config, AFFINE_BITS)
+    _rank(config, "svdq_rank", MAX_DIM)
+    _share(config, "svdq_energy_threshold")
+    schedule: Any = config.svdq_bit_schedule
+    legal = (0, *AFFINE_BITS)
+    listed = isinstance(schedule, tuple | list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n in legal for n in schedule
+    )
+    if not listed or not schedule or not schedule[0]:
+        raise refuse(
+            "svdq_bit_schedule", schedule,
+            f"a list of widths out of {', '.join(map(str, legal))}, the first one above 0",
+        )  # fmt: skip
+    one_of(config, "svdq_group_size", AFFINE_GROUPS)
+    unused(config, OWN_WIDTH)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"svdq": check_svdq}
