@@ -28,6 +28,7 @@ from veloxquant.observers import notify
 from veloxquant.outlier import OutlierDetector
 from veloxquant.quantizers.base import compute_dtype
 from veloxquant.quantizers.sizes import LayerShape
+from veloxquant.quantizers.specs.channel_split import ChannelSplitSpec
 from veloxquant.quantizers.stored import codec_with
 
 ITEMSIZE = 2
