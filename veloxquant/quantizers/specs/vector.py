@@ -99,6 +99,7 @@ class RetrievalSpec(CodecSpec):
 
     def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
         """Bytes of a store with capacity for `tokens`; the fitted codebook is bf16."""
+        del itemsize  # nothing is in the type of the rows
         book = 2 * self.sub << self.bits if self.fitted and tokens else 0
         return tokens * self.words(dim) * WORD_BYTES + book
 
