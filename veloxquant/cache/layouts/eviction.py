@@ -1,44 +1,93 @@
 """Sizes of the methods that give up tokens."""
 
+from dataclasses import dataclass
+
 from veloxquant.cache.layouts.base import SizeOf
-from veloxquant.cache.plans import PREFILL_CHUNK, exact_workspace, workspace
+from veloxquant.cache.plans import COMPUTE_ITEMSIZE, PREFILL_CHUNK, exact_workspace, workspace
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.quantizers.sizes import WINDOW_STEP, Held, LayerShape
+from veloxquant.quantizers.sizes import WINDOW_STEP, Held, LayerShape, round_up
 
 EVICTION_SLACK = WINDOW_STEP
 """Rows by which an evicting store may exceed its budget: its growth step."""
-POSITION_BYTES = 4
+NUMBER_BYTES = 4
+SCORED_QUERIES = 256
+"""Query rows that a scorer reads at once."""
 
 
-def kept_held(shape: LayerShape, tokens: int, rows: int, *, positions: bool, prompt: bool) -> Held:
-    """Size of a store of `rows` exact rows that grew in small steps.
+@dataclass(frozen=True)
+class Extra:
+    """What a method holds and needs besides its rows.
 
-    `positions` adds a 4-byte position per row and head; with `prompt` the whole prompt is held
-    while it is read, so the peak counts all of it.
+    `numbers` are 4-byte columns of every row and head (positions apart), `ring` the newest queries
+    kept in decode; `whole_prompt` says that a prompt is held whole while it is read, and `scored`
+    that all its queries are scored.
     """
-    capacity = -(-rows // WINDOW_STEP) * WINDOW_STEP
-    nbytes = shape.full_bytes(capacity)
-    if positions:
-        nbytes += shape.n_kv_heads * capacity * POSITION_BYTES
-    peak_rows = tokens if prompt else min(tokens, rows + PREFILL_CHUNK)
+
+    numbers: int = 0
+    ring: int = 0
+    positions: bool = True
+    whole_prompt: bool = True
+    scored: bool = False
+
+
+def kept_held(shape: LayerShape, tokens: int, rows: int, extra: Extra) -> Held:
+    """Size of a store of `rows` exact rows that grew in small steps."""
+    nbytes = shape.full_bytes(round_up(rows, WINDOW_STEP))
+    numbers = extra.numbers + (1 if extra.positions and rows < tokens else 0)
+    queries = shape.n_q_heads * shape.k_dim * shape.itemsize
+    nbytes += shape.n_kv_heads * rows * numbers * NUMBER_BYTES + min(extra.ring, tokens) * queries
+    peak_rows = tokens if extra.whole_prompt else min(tokens, rows + PREFILL_CHUNK)
     room = exact_workspace(shape, peak_rows, PREFILL_CHUNK)
-    if rows < tokens and not prompt:
+    if rows < tokens and not extra.whole_prompt:
         # Sinks apart from the window are read tile by tile.
         room = max(room, workspace(shape, peak_rows, PREFILL_CHUNK))
+    if extra.scored:
+        room += _scoring(shape, peak_rows)
     peak = max(nbytes, shape.full_bytes(peak_rows)) + room
     return Held(nbytes, rows, peak, room)
+
+
+def _scoring(shape: LayerShape, tokens: int) -> int:
+    """Transient bytes while a block of queries is scored against all rows."""
+    block = min(SCORED_QUERIES, tokens)
+    waiting = block * shape.n_q_heads * shape.k_dim * shape.itemsize
+    scores = shape.n_q_heads * block * tokens * COMPUTE_ITEMSIZE
+    return waiting + 2 * scores + shape.n_kv_heads * tokens * shape.k_dim * COMPUTE_ITEMSIZE
 
 
 def streaming_llm_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     """Sinks and a recent window, whatever the length."""
     rows = min(tokens, config.stream_n_sink + config.stream_window_size)
-    return kept_held(shape, tokens, rows, positions=False, prompt=False)
+    return kept_held(shape, tokens, rows, Extra(positions=False, whole_prompt=False))
 
 
-def snapkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
-    """The budget once the prompt of `tokens` tokens was read; decoded tokens add their rows."""
-    rows = min(tokens, config.snap_budget)
-    return kept_held(shape, tokens, rows, positions=True, prompt=True)
+def budget_held(field: str, extra: Extra | None = None) -> SizeOf:
+    """The size function of a method that holds `config.<field>` rows once a prompt was read.
+
+    Where decoded tokens add their rows they are not counted.
+    """
+
+    def size(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+        rows = min(tokens, getattr(config, field))
+        return kept_held(shape, tokens, rows, extra or Extra())
+
+    return size
 
 
-HELD: dict[str, SizeOf] = {"streaming_llm": streaming_llm_held, "snapkv": snapkv_held}
+def morphkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """The budget and the newest queries."""
+    rows = min(tokens, config.morphkv_budget)
+    return kept_held(shape, tokens, rows, Extra(ring=config.morphkv_window))
+
+
+SCORED = Extra(numbers=1, scored=True)
+HELD: dict[str, SizeOf] = {
+    "streaming_llm": streaming_llm_held,
+    "snapkv": budget_held("snap_budget"),
+    "h2o": budget_held("h2o_budget", SCORED),
+    "tova": budget_held("tova_budget", Extra(ring=1)),
+    "keyformer": budget_held("keyformer_budget", SCORED),
+    "morphkv": morphkv_held,
+    "cam": budget_held("cam_budget", SCORED),
+    "knorm": budget_held("knorm_budget", Extra(numbers=1, whole_prompt=False)),
+}

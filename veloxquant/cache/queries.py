@@ -1,0 +1,67 @@
+"""The newest queries of a layer, kept for scores that read them later."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from veloxquant.core.exceptions import CacheStateError
+
+
+class QueryRing:
+    """Up to `size` of the newest queries, (B, Hq, m, D) in time order; None for all of them."""
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        self.queries: mx.array | None = None
+        self.scale = 1.0
+
+    @property
+    def length(self) -> int:
+        """Queries held."""
+        return 0 if self.queries is None else self.queries.shape[2]
+
+    def push(self, queries: mx.array, scale: float) -> None:
+        """Add the queries (B, Hq, L, D) of the newest tokens."""
+        ring = queries if self.size is None else queries[:, :, -self.size :]
+        room = None if self.size is None else self.size - ring.shape[2]
+        if self.queries is not None and room != 0:
+            older = self.queries if room is None else self.queries[:, :, -room:]
+            ring = mx.concatenate([older, ring], axis=2)
+        self.scale = scale
+        self.hold(ring)
+
+    def hold(self, queries: mx.array) -> None:
+        """Hold exactly these; a slice would keep all queries of its chunk alive."""
+        self.queries = mx.contiguous(queries) if queries.shape[2] else None
+
+    def rewind(self, n: int) -> None:
+        """Forget the newest `n`."""
+        if self.queries is not None and n:
+            self.hold(self.queries[:, :, : max(0, self.length - n)])
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self.queries = None
+
+    def arrays(self) -> Iterator[mx.array]:
+        """What is held."""
+        if self.queries is not None:
+            yield self.queries
+
+    def saved(self) -> list[Any]:
+        """The queries and their factor."""
+        return [self.queries, self.scale]
+
+    def restore(self, saved: list[Any]) -> None:
+        """Take back what `saved` gave.
+
+        Raises:
+            CacheStateError: when it is not queries of at most `size` tokens.
+        """
+        queries, scale = saved
+        if queries is not None and (
+            queries.ndim != 4 or (self.size is not None and queries.shape[2] > self.size)
+        ):
+            raise CacheStateError(f"{queries.shape} are not the newest queries of this cache")
+        self.queries, self.scale = queries, float(scale)
