@@ -4,9 +4,11 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from veloxquant.benchmarks.planned import chosen
 from veloxquant.core.blas import preload_openblas
 
 
@@ -14,46 +16,71 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _quality(quick: bool) -> Any:
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for: a short run, and which quantising methods (all when empty)."""
+
+    quick: bool = False
+    methods: tuple[str, ...] = ()
+
+
+def _quality(wanted: Wanted) -> Any:
     from veloxquant.benchmarks import quality
 
-    return quality.run(quick=quick, report=_say)
+    return quality.run(quick=wanted.quick, methods=wanted.methods, report=_say)
 
 
-def _speed(quick: bool) -> Any:
+def _methods(wanted: Wanted) -> Any:
+    from veloxquant.benchmarks import methods
+
+    return methods.run(quick=wanted.quick, methods=wanted.methods, report=_say)
+
+
+def _speed(wanted: Wanted) -> Any:
     from veloxquant.benchmarks import speed
 
-    return speed.run(quick=quick, report=_say)
+    return speed.run(quick=wanted.quick, report=_say)
 
 
-def _prefill(quick: bool) -> Any:
+def _prefill(wanted: Wanted) -> Any:
     from veloxquant.benchmarks import prefill
 
-    return prefill.run(quick=quick, report=_say)
+    return prefill.run(quick=wanted.quick, report=_say)
 
 
-def _worker(quick: bool) -> Any:
+def _worker(wanted: Wanted) -> Any:
     from veloxquant.benchmarks import serving
 
-    return serving.run(quick=quick, report=_say)
+    return serving.run(quick=wanted.quick, report=_say)
 
 
-def _pool(quick: bool) -> Any:
+def _pool(wanted: Wanted) -> Any:
     from veloxquant.benchmarks import pool
 
-    del quick
+    del wanted
     rows = pool.run()
     _say(pool.table(rows))
     return rows
 
 
-PARTS: dict[str, Callable[[bool], Any]] = {
+PARTS: dict[str, Callable[[Wanted], Any]] = {
     "pool": _pool,
     "speed": _speed,
+    "methods": _methods,
     "prefill": _prefill,
     "worker": _worker,
     "quality": _quality,
 }
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Names of quantising methods, separated by commas."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    try:
+        chosen(names)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return names
 
 
 def _sentence(check: dict[str, Any]) -> str:
@@ -70,7 +97,8 @@ def _missed(results: dict[str, Any]) -> list[str]:
         checks = [] if name == "pool" else [
             *result.get("targets", []), *result.get("verdicts", []), *result.get("growth", [])
         ]  # fmt: skip
-        out += [f"{name}: {_sentence(c)}" for c in checks if not c["holds"]]
+        out += [f"{name}: {_sentence(c)}" for c in checks
+                if c.get("judged", True) and not c["holds"]]  # fmt: skip
     return out
 
 
@@ -85,7 +113,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write FILE.json and FILE.md beside each other"
     )
+    parser.add_argument(
+        "--methods", type=_names, default=(), metavar="NAME,NAME",
+        help="quantising methods that the parts 'methods' and 'quality' measure; all by default",
+    )  # fmt: skip
     args = parser.parse_args(argv)
+    wanted = Wanted(args.quick, args.methods)
     blas = preload_openblas()  # before anything imports MLX
 
     from veloxquant.benchmarks import report
@@ -99,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.parts and name not in args.parts:
                 continue
             _say(f"--- {name}")
-            results[name] = run(args.quick)
+            results[name] = run(wanted)
     except ModelMissingError as error:
         print(f"veloxquant.benchmarks: {error}", file=sys.stderr)
         return 1

@@ -4,6 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+from veloxquant.benchmarks.planned import EXPECTED_WORSE
 
 FLOOR = 1e-6
 """KL below which differences are noise of the arithmetic."""
@@ -22,6 +25,9 @@ class Outcome:
         perplexity: of the text that really follows.
         nbytes: bytes of one sequence, floats counted as 16 bits.
         bits: the same per element of all keys and values read.
+        method: name of the method table, empty for rivals.
+        width: bits asked for, None without a setting of bits.
+        default: whether these are the method's defaults.
     """
 
     name: str
@@ -32,17 +38,26 @@ class Outcome:
     perplexity: float
     nbytes: int
     bits: float
+    method: str = ""
+    width: int | None = None
+    default: bool = False
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of ours against a rival at the same bytes; `how` says where the rival's KL is from."""
+    """One of ours against a rival at the same bytes; `how` says where the rival's KL is from.
+
+    `judged` is whether it is a target to be no worse: other widths than the default are for
+    information. `excused` is why a method may be worse, empty if it is not.
+    """
 
     name: str
     kl: float
     rival_kl: float
     how: str
     holds: bool
+    judged: bool = True
+    excused: str = ""
 
 
 def rival_at(rivals: Sequence[Outcome], nbytes: int) -> tuple[float, str] | None:
@@ -84,5 +99,52 @@ def judge(outcomes: Sequence[Outcome]) -> list[Verdict]:
             continue
         if found is not None:
             kl, how = found
-            verdicts.append(Verdict(mine.name, mine.kl, kl, how, mine.kl <= kl))
+            holds = mine.kl <= kl
+            excused = "" if holds else EXPECTED_WORSE.get(mine.method, "")
+            judged = (mine.default or mine.kind == "evicting") and not excused
+            verdicts.append(Verdict(mine.name, mine.kl, kl, how, holds, judged, excused))
     return verdicts
+
+
+def ladders(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Whether each method's error falls with every bit that it is given."""
+    out = []
+    for method in dict.fromkeys(o.method for o in outcomes if o.method):
+        steps = sorted(
+            (o.width, o.kl) for o in outcomes if o.method == method and o.width is not None
+        )
+        if len(steps) < 2:
+            continue
+        reached = max(more / max(less, FLOOR) for (_, less), (_, more) in pairwise(steps))
+        widths = ", ".join(str(width) for width, _ in steps)
+        out.append(
+            {
+                "name": method,
+                "asked": f"KL falls with every step of {widths} bits, so at most 1 of the last",
+                "limit": 1.0,
+                "reached": reached,
+                "holds": reached < 1.0,
+            }
+        )
+    return out
+
+
+def best_of_four(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Whether one of ours with fewer bytes is better than each of mlx-lm's 4-bit caches."""
+    out = []
+    for rival in (o for o in outcomes if o.kind == "stock" and o.name.startswith("mlx-lm 4 bit")):
+        smaller = [o for o in outcomes if o.kind == "ours" and o.nbytes < rival.nbytes]
+        if not smaller:
+            continue
+        best = min(smaller, key=lambda o: o.kl)
+        reached = best.kl / max(rival.kl, FLOOR)
+        out.append(
+            {
+                "name": f"{best.name}, best with fewer bytes",
+                "asked": f"KL below 1 of that of {rival.name}",
+                "limit": 1.0,
+                "reached": reached,
+                "holds": reached < 1.0,
+            }
+        )
+    return out

@@ -9,107 +9,34 @@ Bytes are those really held at the end, floats counted as 16 bits (the run is fp
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from veloxquant.benchmarks.compare import Outcome, judge
+from veloxquant.benchmarks.compare import Outcome, best_of_four, judge, ladders
+from veloxquant.benchmarks.contenders import Caches, Contender, Report, Size, contenders
 from veloxquant.benchmarks.demo import load, token_ids
 from veloxquant.benchmarks.field import FieldLayer
-from veloxquant.benchmarks.rivals import held_bytes, random_caches, stock_quantized
+from veloxquant.benchmarks.rivals import held_bytes
 from veloxquant.benchmarks.text import prose
-from veloxquant.cache.builder import new_caches, plan_model
-from veloxquant.cache.probe import ModelPlan, native_caches
+from veloxquant.cache.builder import plan_model
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.config.options import SnapKVOptions, StreamingLLMOptions
 
 CHUNK = 256
 PROGRESS = 64
 """Tokens between lines of progress."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """How much is read; `budget` is the rows of the cache that evicting methods may keep."""
+GROUP = 24
+"""Caches that read together, so that few are held at once; the exact one is in every group."""
 
-    prompt: int
-    steps: int
-    budget: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the cache at the end."""
-        return self.prompt + self.steps
-
-
-FULL = Size(prompt=1792, steps=256, budget=512)
+FULL = Size(prompt=1280, steps=128, budget=512)
+"""Short enough for every method and width in one run."""
 QUICK = Size(prompt=704, steps=64, budget=256)
-
-
-Report = Callable[[str], None]
-Caches = tuple[list[Any], Callable[[], None]]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """Something to measure: `kind` is exact, ours, stock, evicting or random."""
-
-    name: str
-    kind: str
-    make: Callable[[], Caches]
-
-
-def _nothing() -> None:
-    pass
-
-
-def contenders(model: Any, plan: ModelPlan, size: Size, *, quick: bool) -> Iterator[Contender]:
-    """Everything that is measured at this size."""
-
-    def ours(config: KVCacheConfig) -> Callable[[], Caches]:
-        return lambda: (new_caches(plan_model(model, config), config), _nothing)
-
-    yield Contender("fp16 (exact)", "exact", lambda: (native_caches(model), _nothing))
-    settings = {
-        "kivi": (2, 4) if quick else (2, 3, 4, 8),
-        "kivi_sink": () if quick else (2, 4),
-        "turboquant_rvq": (4,) if quick else (2, 3, 4),
-    }
-    for method, widths in settings.items():
-        for bits in widths:
-            config = KVCacheConfig(method=method, bit_width_inlier=bits)
-            yield Contender(f"{method} {bits} bit", "ours", ours(config))
-    for bits, group in ((2, 32), (4, 32), (8, 64)) if quick else _STOCK:
-        yield Contender(
-            f"mlx-lm {bits} bit g{group}",
-            "stock",
-            lambda bits=bits, group=group: stock_quantized(plan, bits, group),
-        )
-    snap = SnapKVOptions(snap_budget=size.budget)
-    stream = StreamingLLMOptions(stream_window_size=size.budget - 4)
-    for method, options in (("snapkv", snap), ("streaming_llm", stream)):
-        config = KVCacheConfig(method=method, options=options)
-        yield Contender(f"{method} {size.budget}", "evicting", ours(config))
-    lots: tuple[tuple[str, Literal["prompt", "always"]], ...] = (
-        ("snapkv", "prompt"),
-        ("streaming_llm", "always"),
-    )
-    for name, when in lots:
-        recent = snap.snap_obs_window if when == "prompt" else 1
-        yield Contender(
-            f"random for {name}",
-            "random",
-            lambda when=when, recent=recent: (
-                random_caches(plan, size.budget, 4, recent, when),
-                _nothing,
-            ),
-        )
-
-
-_STOCK = ((2, 64), (2, 32), (4, 64), (4, 32), (8, 64), (8, 32))
+QUICK_METHODS = ("kivi", "turboquant_rvq")
 
 
 class Sheet:
@@ -181,47 +108,68 @@ def outcome_of(contender: Contender, sheet: Sheet, nbytes: int, elements: int) -
         perplexity=math.exp(float(np.mean(sheet.surprise))),
         nbytes=nbytes,
         bits=8 * nbytes / elements,
+        method=contender.method,
+        width=contender.width,
+        default=contender.default,
     )
+
+
+def grouped(field: Sequence[Contender]) -> list[list[Contender]]:
+    """The contenders, the first of which is the exact one, in groups that all begin with it."""
+    exact, *others = field
+    return [[exact, *others[i : i + GROUP - 1]] for i in range(0, max(1, len(others)), GROUP - 1)]
 
 
 def run(
     *,
     quick: bool = False,
-    only: str = "",
+    methods: tuple[str, ...] = (),
     skip: int = 0,
     report: Report = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure every contender; returns plain data: size, outcomes and verdicts.
+    """Measure every contender; returns plain data: size, outcomes, verdicts and targets.
 
     Args:
-        quick: a short text and fewer settings.
-        only: measure just the contenders whose name contains this.
+        quick: a short text, two methods if none is named, defaults and 4 bits only.
+        methods: names of the method table; all quantising ones when empty. Rivals are always
+            measured, evicting methods when none is named.
         skip: tokens of the text to leave out at the start.
-        report: gets lines of progress, then one for each contender.
+        report: gets lines of progress, and one for each contender.
 
     Raises:
         ModelMissingError: when the demo model is not there.
+        ValueError: for a name that is no ready quantising method.
     """
     size = QUICK if quick else FULL
     model, tokenizer = load()
     tokens = token_ids(tokenizer, prose(), size.tokens + 1, skip)
     plan = plan_model(model, KVCacheConfig(method="kivi"))
     elements = size.tokens * sum(s.n_kv_heads * (s.k_dim + s.v_dim) for s in plan.shapes())
-    field = [
-        c for c in contenders(model, plan, size, quick=quick) if c.kind == "exact" or only in c.name
-    ]
-    entrants = [contender.make() for contender in field]
-    sheets = read(model, tokens, size, entrants, report)
-    outcomes = []
-    for contender, sheet, (caches, _) in zip(field, sheets, entrants, strict=True):
-        nbytes = sum(held_bytes(cache) for cache in caches)
-        outcomes.append(outcome_of(contender, sheet, nbytes, elements))
-        report(line(outcomes[-1]))
+    names = methods or (QUICK_METHODS if quick else ())
+    field = [*contenders(plan, size, names, quick=quick, evicting=not methods)]
+    outcomes: dict[str, Outcome] = {}
+    groups = grouped(field)
+    for number, group in enumerate(groups, 1):
+        say = _in_group(report, number, len(groups))
+        entrants = [contender.make() for contender in group]
+        sheets = read(model, tokens, size, entrants, say)
+        for contender, sheet, (caches, _) in zip(group, sheets, entrants, strict=True):
+            if contender.name not in outcomes:
+                nbytes = sum(held_bytes(cache) for cache in caches)
+                outcomes[contender.name] = outcome_of(contender, sheet, nbytes, elements)
+                report(line(outcomes[contender.name]))
+        del entrants
+    found = list(outcomes.values())
     return {
         "size": asdict(size) | {"skip": skip},
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-        "verdicts": [asdict(verdict) for verdict in judge(outcomes)],
+        "outcomes": [asdict(outcome) for outcome in found],
+        "verdicts": [asdict(verdict) for verdict in judge(found)],
+        "targets": ladders(found) + best_of_four(found),
     }
+
+
+def _in_group(report: Report, number: int, of: int) -> Report:
+    return lambda text: report(f"group {number} of {of}: {text}")
 
 
 def line(outcome: Outcome) -> str:

@@ -19,6 +19,17 @@ def _holds(value: bool) -> str:
     return "yes" if value else "**no**"
 
 
+def _verdict(found: dict[str, Any]) -> str:
+    """Whether it holds; a plain no where it is no target, and why where it was expected."""
+    if found.get("excused"):
+        return f"no, as expected: {found['excused']}"
+    return _holds(found["holds"]) if found.get("judged", True) else _plain(found["holds"])
+
+
+def _plain(value: bool) -> str:
+    return "yes" if value else "no"
+
+
 def machine(facts: dict[str, str]) -> str:
     """What was measured on."""
     return _table(("", ""), list(facts.items()))
@@ -31,7 +42,8 @@ def quality(result: dict[str, Any]) -> str:
         ("cache", "bits a value", "MiB", "KL to fp16", "±", "same top token", "perplexity"),
         [
             (
-                o["name"], f"{o['bits']:.2f}", f"{o['nbytes'] / 2**20:.2f}", f"{o['kl']:.4f}",
+                o["name"] + " (default)" * o.get("default", False), f"{o['bits']:.2f}",
+                f"{o['nbytes'] / 2**20:.2f}", f"{o['kl']:.4f}",
                 f"{o['kl_error']:.4f}", f"{o['same_top']:.1%}", f"{o['perplexity']:.2f}",
             )
             for o in sorted(result["outcomes"], key=lambda o: -o["nbytes"])
@@ -40,19 +52,22 @@ def quality(result: dict[str, Any]) -> str:
     verdicts = _table(
         ("cache", "KL", "rival's KL at the same bytes", "from", "not worse"),
         [
-            (v["name"], f"{v['kl']:.4f}", f"{v['rival_kl']:.4f}", v["how"], _holds(v["holds"]))
+            (v["name"], f"{v['kl']:.4f}", f"{v['rival_kl']:.4f}", v["how"], _verdict(v))
             for v in result["verdicts"]
         ],
     )
     return (
         f"Prompt of {size['prompt']} tokens in chunks of 256, then {size['steps']} single "
         f"teacher-forced steps, where everything is measured. Bytes are those held at the end, "
-        f"growth steps and exact windows included, floats counted as 16 bits.\n\n"
+        f"growth steps and exact windows included, floats counted as 16 bits. Methods run without "
+        f"a calibration of the model. The text is short so that every method and width fits into "
+        f"one run: windows of exact tokens weigh more here than in a long context.\n\n"
         f"{outcomes}\n\n"
         f"At equal bytes. The rival of packed caches is mlx-lm's `QuantizedKVCache`; between two "
         f"of its settings the logarithm of KL is a straight line in bytes (a bit more divides KL "
         f"by four). The rival of evicting caches is eviction by lot at the same budget, which "
-        f"keeps the first tokens, too.\n\n{verdicts}\n\n{CARE}"
+        f"keeps the first tokens, too. Targets are the defaults of a method; other widths are for "
+        f"information.\n\n{verdicts}\n\n{_asked(result.get('targets', []))}\n\n{CARE}"
     )
 
 
@@ -103,6 +118,45 @@ def _asked(targets: Sequence[dict[str, Any]]) -> str:
         ("what", "asked", "reached", "holds"),
         [(t["name"], t["asked"], f"{t['reached']:.2f}", _holds(t["holds"])) for t in targets],
     )
+
+
+def methods(result: dict[str, Any]) -> str:
+    """Every quantising method: bytes, decode step, prompt."""
+    size, slots = result["size"], result["decode"]
+    lengths = list(dict.fromkeys(r["tokens"] for r in slots))
+    steps = {(r["name"], r["tokens"]): r for r in slots}
+    prompts = {r["name"]: r for r in result["prompts"]}
+    rows = _table(
+        (
+            "method", "MiB", "ratio", "planned", "shared, KiB",
+            *(head for n in lengths for head in (f"step, T={n}, ms", "of dense")),
+            "prompt, s", "with attention, s",
+        ),
+        [
+            (
+                r["name"], f"{r['nbytes'] / 2**20:.2f}", f"{r['ratio']:.2f}",
+                "" if r["planned"] is None else f"{r['planned']:.2f}",
+                f"{r['shared'] / 2**10:.0f}",
+                *(cell for n in lengths for cell in (
+                    f"{steps[r['name'], n]['milliseconds']:.2f}",
+                    f"{steps[r['name'], n]['of_dense']:.2f}",
+                )),
+                f"{prompts[r['name']]['judged'] / 1e3:.2f}",
+                f"{prompts[r['name']]['attend_judged'] / 1e3:.2f}",
+            )
+            for r in result["sizes"]
+        ],
+    )  # fmt: skip
+    text = (
+        f"One layer at the defaults, {size['heads']}. Bytes of {size['held']} tokens against rows "
+        f"of 16 bits; constants that layers share are not in them. Steps take turns with the dense "
+        f"cache; ratios and seconds are medians by processor time on a CPU. A prompt is "
+        f"{size['prompt']} tokens in chunks of 512 into an empty cache.\n\n{rows}\n\n"
+        f"Targets:\n\n{_asked(result['targets'])}"
+    )
+    if result["left_out"]:
+        text += f"\n\nLeft out, since their layers share state: {', '.join(result['left_out'])}."
+    return text
 
 
 def prefill(result: dict[str, Any]) -> str:
@@ -161,6 +215,7 @@ def pool(result: list[dict[str, Any]]) -> str:
 TITLES = {
     "quality": ("Quality", quality),
     "speed": ("Decode attention of one layer", speed),
+    "methods": ("Quantising methods", methods),
     "prefill": ("Prompt attention and encoders", prefill),
     "worker": ("Decode of the whole model", serving),
     "pool": ("Block pool", pool),
