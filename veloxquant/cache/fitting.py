@@ -22,6 +22,7 @@ class Fitted(Protocol):
     """A cache of one layer, as far as fitting goes."""
 
     _shape: RowShape | None
+    packs: int
 
     def streams(self) -> tuple[Sequence[Store], Sequence[Store]]:
         """Stores of keys and of values."""
@@ -38,7 +39,7 @@ class Fitted(Protocol):
 
 def _head_sizes(cache: Fitted) -> tuple[int, int]:
     keys, values = cache.streams()
-    return keys[0].codec.dim, values[0].codec.dim
+    return keys[0].codec.dim // cache.packs, values[0].codec.dim // cache.packs
 
 
 def shape_of_rows(cache: Fitted, keys: mx.array, values: mx.array) -> RowShape:
@@ -90,7 +91,10 @@ def check_state(cache: Fitted, offset: Any, dtype: Any, shape: Any, stores: list
         try:
             held = [
                 store.check(
-                    one, batch, heads, getattr(mx, dtype) if id(store) in rows else mx.int32
+                    one,
+                    batch,
+                    heads // cache.packs if id(store) in rows else heads,
+                    getattr(mx, dtype) if id(store) in rows else mx.int32,
                 )
                 for store, one in zip(layout, stores, strict=True)
             ]

@@ -45,6 +45,8 @@ class LayerCache(ABC):
 
     constants: ClassVar[frozenset[str]] = frozenset()
     """Attributes that copies share."""
+    packs = 1
+    """KV heads that stores hold side by side as one."""
 
     def __init__(self) -> None:
         self.offset = 0

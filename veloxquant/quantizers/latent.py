@@ -13,11 +13,10 @@ from veloxquant.kernels.native import MAX_DIM, PLAIN, NativeRun
 from veloxquant.quantizers.affine import AffineChannelCodec
 from veloxquant.quantizers.base import Packed, Shared
 from veloxquant.quantizers.specs.affine import AffineChannelSpec
-from veloxquant.quantizers.specs.latent import ScheduledSpec
+from veloxquant.quantizers.specs.latent import PROJECTED, ScheduledSpec
 from veloxquant.quantizers.transform import Moments, sample_moments
 
 MomentsOf = Callable[[mx.array], Moments]
-_ROWS = 32
 
 
 def directions(covariance: np.ndarray) -> np.ndarray:
@@ -29,7 +28,7 @@ def directions(covariance: np.ndarray) -> np.ndarray:
     return np.array(vectors)[..., ::-1]
 
 
-def project(x: mx.array, basis: mx.array, rows: int = _ROWS) -> mx.array:
+def project(x: mx.array, basis: mx.array, rows: int = PROJECTED) -> mx.array:
     """Latents (B, H, n, r) of rows (B, H, n, D), in fp32.
 
     In products of `rows` rows: one product of all would round a row by how many come with it.

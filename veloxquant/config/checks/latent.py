@@ -9,6 +9,7 @@ from veloxquant.config.ranges import (
     AFFINE_GROUPS,
     NO_OUTLIERS,
     bits,
+    flag,
     integer,
     one_of,
     real,
@@ -17,6 +18,8 @@ from veloxquant.config.ranges import (
 )
 
 MAX_DIM = 1024
+MAX_ROW = 1 << 20
+LATENT_BITS = (2, 3, 4, 5, 6, 8, 16)
 OWN_WIDTH = ("bit_width_inlier", *NO_OUTLIERS)
 """These methods take their widths from their own options."""
 
@@ -49,4 +52,18 @@ def check_svdq(config: KVCacheConfig) -> None:
     unused(config, OWN_WIDTH)
 
 
-CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"svdq": check_svdq}
+def check_palu(config: KVCacheConfig) -> None:
+    """A rank or a share of energy, at least one group of heads, two widths, an MLX group size."""
+    bits(config, AFFINE_BITS)
+    _rank(config, "palu_rank", MAX_ROW)
+    _share(config, "palu_energy_threshold")
+    integer(config, "palu_n_head_groups", 1)
+    for field in ("palu_hi_bit", "palu_lo_bit"):
+        one_of(config, field, LATENT_BITS)
+    real(config, "palu_hi_fraction", 0, 1)
+    one_of(config, "palu_group_size", AFFINE_GROUPS)
+    flag(config, "palu_quantize_values")
+    unused(config, OWN_WIDTH)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"svdq": check_svdq, "palu": check_palu}

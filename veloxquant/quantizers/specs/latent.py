@@ -4,10 +4,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 
-from veloxquant.quantizers.sizes import CodecSpec
+from veloxquant.quantizers.sizes import CodecSpec, round_up
+from veloxquant.quantizers.specs.affine import AffineTokenSpec
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 EXACT_BITS = 16
 FIT_TOKENS = 256
+PROJECTED = 32
+"""Rows that are projected in one product, so that a row never depends on how many come with it."""
 
 
 def even_bounds(n: int, parts: int) -> tuple[tuple[int, int], ...]:
@@ -80,3 +84,59 @@ class ScheduledSpec(CodecSpec):
     def describe(self) -> str:
         """Short name for tables."""
         return f"latents at {'/'.join(map(str, self.schedule))} bit"
+
+
+@dataclass(frozen=True)
+class LatentSpec(CodecSpec):
+    """Latents of rows, strongest first: the leading ones at `high` bits, the others at `low`.
+
+    Every token has scales for each `group` of latents; 16 bits leave latents as they are. The
+    leading share is rounded up to whole groups.
+    Source: Palu (arXiv 2407.21118).
+    """
+
+    rank: int | None
+    energy: float
+    high: int
+    low: int
+    fraction: float
+    group: int
+    sample: int = 2 * FIT_TOKENS
+    name = "latents"
+    codec = "veloxquant.quantizers.latent_rows:LatentCodec"
+    token_local = False
+
+    @property
+    def block(self) -> int:
+        """Tokens that are projected at once."""
+        return PROJECTED
+
+    @property
+    def fit_tokens(self) -> int:
+        """Tokens whose second moment gives the basis."""
+        return self.sample
+
+    def kept(self, dim: int) -> int:
+        """Latents of a row."""
+        return rank_for(self.rank, self.energy, dim)
+
+    def parts(self, dim: int) -> tuple[tuple[CodecSpec, int, int], ...]:
+        """Format and range of the leading latents and of the others."""
+        kept = self.kept(dim)
+        cut = min(kept, round_up(ceil(self.fraction * kept), self.group))
+        ranges = ((self.high, 0, cut), (self.low, cut, kept))
+        return tuple((self._format(n), low, high) for n, low, high in ranges if high > low)
+
+    def _format(self, bits: int) -> CodecSpec:
+        return PlainSpec() if bits == EXACT_BITS else AffineTokenSpec(bits, self.group)
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of a store with capacity for `tokens`, with its basis."""
+        codes = sum(
+            spec.nbytes(tokens, high - low, itemsize) for spec, low, high in self.parts(dim)
+        )
+        return codes + dim * self.kept(dim) * itemsize
+
+    def describe(self) -> str:
+        """Short name for tables."""
+        return f"latents at {self.high}/{self.low} bit"
