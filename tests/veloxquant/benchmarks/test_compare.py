@@ -1,10 +1,11 @@
 """Who is better at equal bytes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from veloxquant.benchmarks.compare import Outcome, judge, rival_at
+from veloxquant.benchmarks.compare import Outcome, best_of_four, judge, ladders, rival_at
 
 
 def outcome(name: str, kind: str, nbytes: int, kl: float) -> Outcome:
@@ -59,3 +60,54 @@ def test_evicting_methods_meet_their_own_lot() -> None:
         TWO,
     ]
     assert [(v.rival_kl, v.holds) for v in judge(field)] == [(0.4, True), (0.1, False)]
+
+
+@pytest.mark.parametrize(
+    ("method", "default", "kl", "judged", "excused"),
+    [
+        ("kivi", True, 0.9, True, False),
+        ("kivi", False, 0.9, False, False),
+        ("qjl", True, 0.9, False, True),
+        ("qjl", True, 0.1, True, False),
+    ],
+)
+def test_only_defaults_are_targets_and_losers_by_design_are_excused(
+    method: str, default: bool, kl: float, judged: bool, excused: bool
+) -> None:
+    mine = replace(outcome("mine", "ours", 300, kl), method=method, default=default)
+    [verdict] = judge([*RIVALS, mine])
+    assert (verdict.judged, bool(verdict.excused)) == (judged, excused)
+    assert verdict.holds is (kl <= 0.25)
+
+
+def ladder(method: str, *kls: float) -> list[Outcome]:
+    return [
+        replace(outcome(f"{method} {b} bit", "ours", 100 * b, kl), method=method, width=b)
+        for b, kl in enumerate(kls, 2)
+    ]
+
+
+def test_every_bit_must_make_the_error_smaller() -> None:
+    field = [*ladder("kivi", 1.0, 0.2, 0.1), *ladder("gear", 1.0, 0.2, 0.3), *ladder("amc", 1.0)]
+    good, bad = ladders([*reversed(field), *RIVALS])[::-1]
+    assert (good["name"], good["holds"]) == ("kivi", True)
+    assert (bad["name"], bad["holds"]) == ("gear", False)
+    assert good["reached"] == pytest.approx(0.5)
+    assert bad["reached"] == pytest.approx(1.5)
+    assert "2, 3, 4 bits" in good["asked"]
+
+
+@pytest.mark.parametrize(("kl", "holds"), [(0.0624, True), (0.0626, False)])
+def test_the_best_with_fewer_bytes_must_beat_four_bits(kl: float, holds: bool) -> None:
+    rival = outcome("mlx-lm 4 bit g32", "stock", 400, 1.0 / 16)
+    field = [
+        outcome("mlx-lm 8 bit g32", "stock", 800, 0.001),
+        rival,
+        outcome("kivi 4 bit", "ours", 399, kl),
+        outcome("kivi 2 bit", "ours", 200, 0.5),
+        outcome("kivi 8 bit", "ours", 400, 0.001),
+    ]
+    [target] = best_of_four(field)
+    assert target["name"].startswith("kivi 4 bit")
+    assert target["holds"] is holds
+    assert best_of_four([rival]) == []

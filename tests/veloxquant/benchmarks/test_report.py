@@ -19,8 +19,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     ran: list[tuple[str, bool]] = []
 
     def fake(name: str, result: Any) -> Any:
-        def run(quick: bool) -> Any:
-            ran.append((name, quick))
+        def run(wanted: program.Wanted) -> Any:
+            ran.append((name, wanted.quick))
             return result
 
         return run
@@ -69,13 +69,58 @@ def test_a_missed_target_says_what_was_asked_and_reached(
             asked | {"name": "kivi 2 bit", "reached": 0.25, "holds": True},
         ],
     }
-    monkeypatch.setattr(program, "PARTS", {"prefill": lambda quick: result})
+    monkeypatch.setattr(program, "PARTS", {"prefill": lambda wanted: result})
     assert program.main(["prefill", "--out", str(tmp_path / "found")]) == 0
     said = capsys.readouterr().out
     assert "does not hold: prefill: kivi 4 bit: at most 0.50 of a rival; reached 0.75" in said
     assert "kivi 2 bit" not in said
     text = (tmp_path / "found.md").read_text()
     assert "| kivi 4 bit | at most 0.50 of a rival | 0.75 | **no** |" in text
+
+
+def test_verdicts_that_are_no_targets_or_are_excused_are_not_missed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ladder = {"name": "kivi", "asked": "KL falls", "limit": 1.0, "reached": 1.5, "holds": False}
+    result = {
+        "size": {"prompt": 1, "steps": 1},
+        "outcomes": [],
+        "verdicts": [
+            VERDICT | {"name": "kivi 3 bit", "judged": False},
+            VERDICT | {"name": "qjl 2 bit", "judged": False, "excused": "too noisy"},
+            VERDICT | {"judged": True, "excused": ""},
+        ],
+        "targets": [ladder],
+    }
+    monkeypatch.setattr(program, "PARTS", {"quality": lambda wanted: result})
+    assert program.main(["quality", "--out", str(tmp_path / "found")]) == 0
+    said = capsys.readouterr().out
+    assert "does not hold: quality: kivi 2 bit" in said
+    assert "does not hold: quality: kivi: KL falls; reached 1.50" in said
+    assert "kivi 3 bit" not in said
+    assert "qjl" not in said
+    text = (tmp_path / "found.md").read_text()
+    assert "| qjl 2 bit | 0.2000 | 0.1000 | somehow | no, as expected: too noisy |" in text
+    assert "| kivi 3 bit | 0.2000 | 0.1000 | somehow | no |" in text
+    assert "| kivi | KL falls | 1.50 | **no** |" in text
+
+
+def test_a_selection_of_methods_reaches_the_parts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[program.Wanted] = []
+
+    def part(wanted: program.Wanted) -> Any:
+        seen.append(wanted)
+        return {}
+
+    monkeypatch.setattr(program, "PARTS", {"methods": part})
+    assert program.main(["methods", "--methods", "kivi, polar"]) == 0
+    assert seen == [program.Wanted(quick=False, methods=("kivi", "polar"))]
+    with pytest.raises(SystemExit) as left:
+        program.main(["methods", "--methods", "kivy"])
+    assert left.value.code == 2
+    assert "kivy" in capsys.readouterr().err
 
 
 def test_every_part_has_a_title() -> None:
