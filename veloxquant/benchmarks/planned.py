@@ -99,6 +99,7 @@ WIDTHS: Mapping[str, Widths] = {
     "gear": Widths(("gear_bits",)),
     "cachegen": Widths(("cachegen_bits",)),
     "kvtc": Widths(("kvtc_bit_budget",), per_row=True),
+    "palu": Widths(("palu_lo_bit",), also={4: {"palu_hi_bit": 8}}),
     "age_tiered": Widths(("age_bits_old",)),
     "anchorkv": Widths(("anchorkv_residual_bits",)),
 }
@@ -110,6 +111,7 @@ EXPECTED_WORSE: Mapping[str, str] = {
     "anchorkv": "values are not explained by an anchor; turboquant_mse is better at 2 bits",
     "amc": "older tokens lose a quarter or half of their channels, which isotropic heads need",
     "vecinfer": "values get one bit a channel, which loses a third of their energy",
+    "svdq": "values stay exact, and its schedule drops a tenth of the energy of the keys",
     "kvtc": "a budget of 512 bits a row is made for 128 channels; with 64 it is 8 bits and more",
     "a2ats": "saves reads, not bytes: one token in five is read exactly, the others by code",
 }
