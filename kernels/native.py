@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-PLAIN, AFFINE_TOKEN, AFFINE_CHANNEL, CODEBOOK, VECTOR, SPARSE = range(6)
+PLAIN, AFFINE_TOKEN, AFFINE_CHANNEL, CODEBOOK, VECTOR, SPARSE, POLAR = range(7)
 MAX_ROWS = 64
 MAX_DIM = 512
 POLYNOMIAL_BITS = 4
@@ -92,6 +92,8 @@ class NativeRun(NamedTuple):
     - VECTOR: a stream of width/group codes of `bits` bits (at most 16) into `book`
       (B or 1, H or 1, width/group or 1, 2^bits, group), times `scale` or 1; `signs`
       (B, H, T, width/32) turns channels whose bit is 0.
+    - POLAR: signs and angle codes of a binary tree, `book` (width - 1, 2^bits, 2) fp32 sines and
+      cosines, times `scale`.
     - SPARSE: `width` slots, `data` uint8 or uint16 channels (past the end: empty), `scale` values.
 
     `basis` is the map
@@ -205,7 +207,8 @@ def _describe(run: NativeRun, keep: list[np.ndarray]) -> _Run:
     if run.book is not None:
         book = seen(run.book)
         out.book, out.book_type = book.ctypes.data, _TYPES[run.book.dtype]
-        out.book_batch, out.book_head, out.book_part = _steps(book, 3)
+        if run.kind == VECTOR:
+            out.book_batch, out.book_head, out.book_part = _steps(book, 3)
         keep.append(book)
     if run.signs is not None:
         signs = seen(run.signs)

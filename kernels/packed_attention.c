@@ -36,6 +36,7 @@ static int is_whole(const vq_run *r) {
 static int refused(const vq_run *r) {
     if (r->kind == CODEBOOK) return r->bits < 1 || r->bits > 6 || r->width % 32;
     if (r->kind == VECTOR) return r->bits < 1 || r->bits > 16 || r->group < 1 || r->width % r->group;
+    if (r->kind == POLAR) return r->bits < 1 || r->bits > 8 || r->bits == 7 || !r->scale;
     if (r->kind == SPARSE) return r->bits != 8 && r->bits != 16;
     return 0;
 }

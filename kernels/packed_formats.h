@@ -11,7 +11,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { PLAIN = 0, AFFINE_TOKEN = 1, AFFINE_CHANNEL = 2, CODEBOOK = 3, VECTOR = 4, SPARSE = 5 };
+enum { PLAIN = 0, AFFINE_TOKEN = 1, AFFINE_CHANNEL = 2, CODEBOOK = 3, VECTOR = 4, SPARSE = 5, POLAR = 6 };
 enum { F32 = 0, F16 = 1, BF16 = 2 };
 enum { BLOCK = 128, MAX_DIM = 512, MAX_ROWS = 64, POLYNOMIAL_BITS = 4 };
 
@@ -26,7 +26,9 @@ typedef struct {
     const void *data;                /* rows, or packed words */
     const void *scale, *bias;        /* scales or norms, biases */
     const float *levels;             /* CODEBOOK: 2^bits levels, then POLYNOMIAL_BITS' coefficients */
-    const void *book;                /* VECTOR: (batch, head, part, code, group) of book_type */
+    const void *book;                /* VECTOR: (batch, head, part, code, group) of book_type;
+                                        POLAR: fp32 (angle, code, sine and cosine),
+                                        and in levels coefficients (power, angle) or NULL */
     const uint32_t *signs;           /* VECTOR: one bit a channel, 1 for +; or NULL */
     int32_t book_type;
     int64_t data_batch, data_head, data_row;

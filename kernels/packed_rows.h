@@ -9,6 +9,8 @@
 #ifndef PACKED_ROWS_H
 #define PACKED_ROWS_H
 
+#include <math.h>
+
 #include "packed_formats.h"
 
 /* Floats of one register: what is wider lies in memory and costs a load and a store each time. */
@@ -255,6 +257,62 @@ INLINE void vector_row(const vq_run *r, int b, int h, int t, float *restrict out
     }
 }
 
+/* Unit vectors from the angles of a binary tree: the first half of a level is paired with the
+ * second, an odd one out is carried up. Signs of the coordinates lie first, then all codes, leaves
+ * first, one bit stream. */
+INLINE void polar_row(const vq_run *r, int64_t data, int bits, float *restrict out) {
+    const uint32_t *sign = (const uint32_t *)r->data + data, *w = sign + (r->width + 31) / 32;
+    const uint32_t mask = (1u << bits) - 1u;
+    const int nodes = r->width - 1, lanes = (nodes + 31) / 32 * 32;
+    float sine[MAX_DIM + 32], cosine[MAX_DIM + 32], other[MAX_DIM];
+    if (r->levels && 32 % bits == 0) {
+        /* With p = sin(angle - pi/4) / sqrt(2), a polynomial of the code, sine and cosine are
+         * sqrt(1/2 - p^2) + p and - p. */
+        float x[MAX_DIM + 32];
+        const float scale = 2.0f / (float)mask;
+        for (int k = 0; k < lanes / 32 * bits; k++)
+            for (int i = 0; i < 32 / bits; i++)
+                x[k * (32 / bits) + i] =
+                    (float)(int32_t)((w[k] >> (i * bits)) & mask) * scale - 1.0f;
+        for (int i = 0; i < nodes; i++) {
+            const float *c = r->levels + i;
+            float sum = c[(int)mask * nodes];
+            for (int power = (int)mask - 1; power >= 0; power--) sum = sum * x[i] + c[power * nodes];
+            sine[i] = sum, cosine[i] = 0.5f - sum * sum;
+        }
+        for (int i = 0; i < nodes; i++) {
+            float e = sqrtf(cosine[i] > 0.0f ? cosine[i] : 0.0f), p = sine[i];
+            sine[i] = e + p, cosine[i] = e - p;
+        }
+    } else {
+        const float *book = (const float *)r->book;
+        for (int i = 0; i < nodes; i++, book += 2 << bits) {
+            int place = i * bits, shift = place % 32;
+            uint32_t code = w[place / 32] >> shift;
+            if (32 % bits && shift + bits > 32) code |= w[place / 32 + 1] << (32 - shift);
+            sine[i] = book[2 * (code & mask)], cosine[i] = book[2 * (code & mask) + 1];
+        }
+    }
+    int counts[12], levels = 0, at = nodes;
+    for (int count = r->width; count > 1; count = count / 2 + count % 2) counts[levels++] = count;
+    float *from = levels % 2 ? other : out, *to = levels % 2 ? out : other;
+    from[0] = 1.0f;
+    while (levels--) {
+        int n = counts[levels] / 2;
+        at -= n;
+        for (int i = 0; i < n; i++) to[i] = from[i] * cosine[at + i];
+        for (int i = 0; i < n; i++) to[n + i] = from[i] * sine[at + i];
+        if (counts[levels] % 2) to[2 * n] = from[n];
+        float *swap = from;
+        from = to, to = swap;
+    }
+    for (int k = 0; k < (r->width + 31) / 32; k++) { /* a set bit is a negative coordinate */
+        int left = r->width - 32 * k < 32 ? r->width - 32 * k : 32;
+        for (int i = 0; i < left; i++)
+            out[32 * k + i] *= 1.0f - 2.0f * (float)(int32_t)((sign[k] >> i) & 1u);
+    }
+}
+
 /* SPARSE: the channel of one slot. */
 INLINE int slot_channel(const vq_run *r, int64_t at) {
     return r->bits == 8 ? ((const uint8_t *)r->data)[at] : ((const uint16_t *)r->data)[at];
@@ -275,6 +333,11 @@ INLINE float token_row(const vq_run *r, int b, int h, int t, float *restrict out
         FOR_BITS(r->bits, CALL)
 #undef CALL
         return r->scale ? load_one(r->scale, r->type, scale) : 1.0f;
+    } else if (r->kind == POLAR) {
+#define CALL(n) polar_row(r, data, n, out)
+        FOR_BITS(r->bits, CALL)
+#undef CALL
+        return load_one(r->scale, r->type, scale);
     } else if (r->kind == VECTOR) {
         vector_row(r, b, h, t, out);
         return r->scale ? load_one(r->scale, r->type, scale) : 1.0f;

@@ -5,8 +5,11 @@ import numpy as np
 import pytest
 
 from veloxquant.cache.attend import Fresh, attend
-from veloxquant.kernels import native
+from veloxquant.cache.store import Store
+from veloxquant.kernels import dispatch, native
 from veloxquant.kernels.native import SPARSE, VECTOR, NativeRun
+from veloxquant.quantizers.codecs import codec_for
+from veloxquant.quantizers.specs.polar import PolarSpec
 
 pytestmark = pytest.mark.skipif(
     native.library() is None, reason="the optional compiled kernel was not built"
@@ -107,3 +110,19 @@ def test_a_query_that_may_see_nothing_gives_zeros(use_kernels):
         use_kernels=use_kernels,
     )  # fmt: skip
     assert (out == 0).all().item()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 256])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_polar_trees_of_any_size_agree(dim, bits):
+    rows = mx.random.normal((1, 2, 140, dim), key=mx.random.key(bits))
+    store = Store(codec_for(PolarSpec(bits, 3, unbiased=True), dim), 128)
+    store.append(rows)
+    q = mx.random.normal((1, 2 * REPEAT, 1, dim), key=mx.random.key(9))
+    call = {"n_kv": 2, "v_dim": dim, "scale": dim**-0.5, "mask": None}
+    fast = attend(q, [store], [store], **call)
+    plain = attend(q, [store], [store], use_kernels=False, **call)
+    np.testing.assert_allclose(fast, plain, atol=1e-5)
+    with dispatch.arrays_only(True):
+        unpacked = store.decode(0, 140, mx.float32)
+    np.testing.assert_allclose(store.decode(0, 140, mx.float32), unpacked, atol=1e-5)

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant.dsa.mlx_pack import pack, unpack
+from veloxquant.kernels.native import POLAR, NativeRun
 from veloxquant.math.polar_tree import angle_levels, tree
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.codebook import narrow, unit_and_norm
@@ -24,6 +25,7 @@ from veloxquant.quantizers.specs.polar import PolarSpec
 
 _TILE = 512
 _POLYNOMIAL_BITS = 4
+NATIVE_BITS = (1, 2, 3, 4, 5, 6, 8)
 
 
 class PolarCodec(Shared):
@@ -49,7 +51,12 @@ class PolarCodec(Shared):
         self._table = _constant(_tilted(angles))
         self._powers = [_constant(row) for row in _polynomial(_tilted(angles))]
         self._offsets = mx.arange(len(nodes), dtype=mx.uint32) * count
-        mx.eval(self._cuts, self._table, self._powers, self._offsets)
+        powers = _polynomial(_tilted(angles)).astype(np.float32)
+        self._coefficients = np.ascontiguousarray(powers) if len(powers) else None
+        turns = np.stack([np.sin(angles), np.cos(angles)], axis=-1)
+        self._book = _constant(turns)
+        """(D - 1, 2^bits, 2): sine and cosine of every coded angle."""
+        mx.eval(self._cuts, self._table, self._powers, self._offsets, self._book)
 
     # ---- coding -------------------------------------------------------------------------
 
@@ -139,9 +146,14 @@ class PolarCodec(Shared):
             start += n
         return self.rotation.unrotate(out)
 
-    def native(self, packed: Packed, start: int, stop: int) -> None:
-        """The compiled kernel has no such form."""
-        del packed, start, stop
+    def native(self, packed: Packed, start: int, stop: int) -> NativeRun | None:
+        """Signs and angles for the compiled kernel, in the rotated basis; not at 7 bits."""
+        if self.spec.bits not in NATIVE_BITS:
+            return None
+        return NativeRun(
+            POLAR, packed["w"], start, stop, self.dim, self.spec.bits,
+            scale=packed["r"], levels=self._coefficients, book=self._book, basis=self.rotation,
+        )  # fmt: skip
 
 
 def _constant(values: np.ndarray) -> mx.array:
