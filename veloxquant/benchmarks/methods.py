@@ -16,6 +16,7 @@ import mlx.nn as nn
 
 from veloxquant.benchmarks.clock import Stopwatch, in_turns, median_ratio
 from veloxquant.benchmarks.planned import PLAIN, PUBLISHED, SLOW_ENCODERS, chosen
+from veloxquant.benchmarks.rivals import reachable
 from veloxquant.benchmarks.speed import (
     DENSE,
     FILL_CHUNK,
@@ -74,25 +75,6 @@ def new_lane(name: str, heads: Heads) -> Lane:
 
 
 # ---- bytes ----------------------------------------------------------------------------------
-
-
-def reachable(*roots: Any) -> Iterator[mx.array]:
-    """Every array that some objects keep through their attributes and containers, once each."""
-    seen: set[int] = set()
-    todo: list[Any] = list(roots)
-    while todo:
-        one = todo.pop()
-        if id(one) in seen or isinstance(one, str | int | float | type | None):
-            continue
-        seen.add(id(one))
-        if isinstance(one, mx.array):
-            yield one
-        elif isinstance(one, dict):
-            todo.extend(one.values())
-        elif isinstance(one, list | tuple | set | frozenset):
-            todo.extend(one)
-        elif type(one).__module__.startswith("veloxquant."):
-            todo.extend(getattr(one, "__dict__", {}).values())
 
 
 def size_of(name: str, size: Size) -> dict[str, Any]:

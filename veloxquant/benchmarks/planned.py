@@ -100,6 +100,8 @@ WIDTHS: Mapping[str, Widths] = {
     "cachegen": Widths(("cachegen_bits",)),
     "kvtc": Widths(("kvtc_bit_budget",), per_row=True),
     "palu": Widths(("palu_lo_bit",), also={4: {"palu_hi_bit": 8}}),
+    "xquant": Widths(("xquant_base_bits",)),
+    "xkv": Widths(("xkv_latent_bits",)),
     "age_tiered": Widths(("age_bits_old",)),
     "anchorkv": Widths(("anchorkv_residual_bits",)),
 }
@@ -112,10 +114,17 @@ EXPECTED_WORSE: Mapping[str, str] = {
     "amc": "older tokens lose a quarter or half of their channels, which isotropic heads need",
     "vecinfer": "values get one bit a channel, which loses a third of their energy",
     "svdq": "values stay exact, and its schedule drops a tenth of the energy of the keys",
+    "minicache": "merges layers and quantises nothing: a quarter less bytes at most",
+    "xkv": "the bases that layers share weigh more than the tokens of a short context",
     "kvtc": "a budget of 512 bits a row is made for 128 channels; with 64 it is 8 bits and more",
     "a2ats": "saves reads, not bytes: one token in five is read exactly, the others by code",
 }
 """Why a method may be worse than mlx-lm's cache at equal bytes, from what it was designed for."""
+
+NO_LADDER: Mapping[str, str] = {
+    "qjl": "the bits are those of the values, and the signs of the keys make nearly all the error",
+}
+"""Why more bits need not make a method's error smaller."""
 
 
 def quantising() -> Iterator[MethodRow]:

@@ -33,7 +33,7 @@ PROGRESS = 64
 GROUP = 24
 """Caches that read together, so that few are held at once; the exact one is in every group."""
 
-FULL = Size(prompt=1152, steps=96, budget=512)
+FULL = Size(prompt=1536, steps=96, budget=512)
 """Short enough for every method and width in one run."""
 QUICK = Size(prompt=704, steps=64, budget=256)
 QUICK_METHODS = ("kivi", "turboquant_rvq")

@@ -116,7 +116,7 @@ def _asked(targets: Sequence[dict[str, Any]]) -> str:
     """Targets that say in words what they ask."""
     return _table(
         ("what", "asked", "reached", "holds"),
-        [(t["name"], t["asked"], f"{t['reached']:.2f}", _holds(t["holds"])) for t in targets],
+        [(t["name"], t["asked"], f"{t['reached']:.2f}", _verdict(t)) for t in targets],
     )
 
 

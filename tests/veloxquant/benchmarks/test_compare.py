@@ -97,6 +97,12 @@ def test_every_bit_must_make_the_error_smaller() -> None:
     assert "2, 3, 4 bits" in good["asked"]
 
 
+def test_a_method_whose_bits_are_not_those_of_the_keys_is_excused() -> None:
+    rising, falling = (ladders(ladder("qjl", *kls))[0] for kls in ((1.0, 1.1), (1.0, 0.9)))
+    assert (rising["holds"], rising["judged"], bool(rising["excused"])) == (False, False, True)
+    assert (falling["holds"], falling["judged"], falling["excused"]) == (True, True, "")
+
+
 @pytest.mark.parametrize(("kl", "holds"), [(0.0624, True), (0.0626, False)])
 def test_the_best_with_fewer_bytes_must_beat_four_bits(kl: float, holds: bool) -> None:
     rival = outcome("mlx-lm 4 bit g32", "stock", 400, 1.0 / 16)
