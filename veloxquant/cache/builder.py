@@ -6,6 +6,7 @@ from typing import Any
 
 from veloxquant.cache.calibration import artifacts_for
 from veloxquant.cache.context import LayerContext
+from veloxquant.cache.coordinators import LayerGroup, groups_for
 from veloxquant.cache.probe import ModelPlan, native_caches, probe, replace_plain
 from veloxquant.cache.table import MethodRow, row_of
 from veloxquant.config.kv_cache import STANDALONE_METHODS, KVCacheConfig
@@ -114,6 +115,11 @@ def new_caches(plan: ModelPlan, config: KVCacheConfig) -> list[Any]:
     layers = {layer.path: layer for layer in plan.layers if layer.kind == "compressed"}
     order = {path: i for i, path in enumerate(layers)}
     bits = config.bit_width_inlier
+    split = getattr(module, "layer_groups", None)
+    groups: list[LayerGroup | None] = [None] * len(layers)
+    if split is not None:
+        shapes, ropes = plan.shapes(), [plan.ropes.get(path) for path in layers]
+        groups = [*groups_for(lambda n: split(config, n), shapes, ropes)]
 
     def make(path: tuple[int, ...]) -> Any:
         layer = layers.get(path)
@@ -131,6 +137,7 @@ def new_caches(plan: ModelPlan, config: KVCacheConfig) -> list[Any]:
             rope=plan.ropes.get(path),
             views=plan.returns == "views",
             artifacts=plan.artifacts[index] if plan.artifacts else None,
+            group=groups[index],
         )
         cache = module.build(own, layer.shape, context)
         cache.returns = plan.returns

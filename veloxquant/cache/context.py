@@ -8,13 +8,16 @@ from veloxquant.quantizers.sizes import LayerShape
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from veloxquant.cache.coordinators import LayerGroup
+
 
 class LayerContext(NamedTuple):
     """Place of a layer in its model.
 
     `rope` is the layer's position encoding if it could be found, `pool` a block pool for methods
     that draw from one, `views` whether attention will come through the hook, `artifacts` what the
-    method's `fit` found for this layer in a calibration of this model, None without one.
+    method's `fit` found for this layer in a calibration of this model, None without one, `group`
+    the layers of its sequence that it codes tokens with, None for a layer by itself.
     """
 
     layer: int = 0
@@ -24,6 +27,7 @@ class LayerContext(NamedTuple):
     pool: Any | None = None
     views: bool = False
     artifacts: Mapping[str, Any] | None = None
+    group: "LayerGroup | None" = None
 
 
 class LayerSample(NamedTuple):

@@ -57,7 +57,10 @@ class LatentCodec(Shared):
 
     def encode_fitted(self, x: mx.array, fitted: Packed) -> Packed:
         """Pack (B, H, n, D)."""
-        latents = project(x, fitted["basis"]).astype(x.dtype)
+        return self.pack(project(x, fitted["basis"]).astype(x.dtype))
+
+    def pack(self, latents: mx.array) -> Packed:
+        """Pack latents (B, H, n, r)."""
         return {
             f"{i}.{name}": mx.contiguous(a)
             for i, (codec, low, high) in enumerate(self.parts)

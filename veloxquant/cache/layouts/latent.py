@@ -1,11 +1,24 @@
 """Layouts of the methods that keep latents, or share them among layers."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
 from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
-from veloxquant.cache.plans import After, LayerPlan, StreamPlan, WholeBlocks
+from veloxquant.cache.plans import (
+    After,
+    LayerPlan,
+    Schedule,
+    StreamPlan,
+    Trailing,
+    WholeBlocks,
+)
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import Held, LayerShape
+from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 from veloxquant.quantizers.specs.latent import LatentSpec, ScheduledSpec
 from veloxquant.quantizers.specs.plain import PlainSpec
+from veloxquant.quantizers.specs.shared import MergedSpec, SharedCodesSpec, SharedLatentsSpec
 
 
 def svdq_plan(config: KVCacheConfig) -> LayerPlan:
@@ -46,4 +59,120 @@ def palu_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     return palu_plan(config).held(joined_shape(shape, groups), tokens)
 
 
-HELD: dict[str, SizeOf] = {**sizes_of({"svdq": svdq_plan}), "palu": palu_held}
+# ---- layers that share -----------------------------------------------------------------------
+
+XKV_SAMPLE = 512
+MINICACHE_SINKS = 4
+"""First tokens, which are always kept as they are."""
+
+
+@dataclass(frozen=True)
+class Below:
+    """As another schedule up to `limit` tokens; those beyond stay exact."""
+
+    limit: int
+    then: Schedule
+
+    def frontier(self, tokens: int) -> int:
+        """What the other schedule says of the first tokens."""
+        return self.then.frontier(min(tokens, self.limit))
+
+
+def chunks(layers: range, size: int) -> list[tuple[int, ...]]:
+    """Consecutive layers, `size` at a time; the last group may be smaller."""
+    return [tuple(layers[i : i + size]) for i in range(0, len(layers), size)]
+
+
+def xquant_groups(config: KVCacheConfig, n_layers: int) -> list[tuple[int, ...]]:
+    """Layers that share codes."""
+    return chunks(range(n_layers), config.xquant_group_size)
+
+
+def xquant_plan(config: KVCacheConfig, index: int = 0, size: int = 1) -> LayerPlan:
+    """Keys per channel and values per token behind a window of one group of tokens."""
+    group, base = config.xquant_group_quant_size, config.xquant_base_bits
+    limit = config.xquant_max_ctx // group * group
+
+    def side(kind: type[AffineChannelSpec] | type[AffineTokenSpec]) -> StreamPlan:
+        spec = SharedCodesSpec(
+            kind(base, group), config.xquant_residual_bits, index=index, size=size
+        )
+        return StreamPlan(spec, Below(limit + group, Trailing(group, group)))
+
+    return LayerPlan(side(AffineChannelSpec), side(AffineTokenSpec))
+
+
+def minicache_groups(config: KVCacheConfig, n_layers: int) -> list[tuple[int, ...]]:
+    """Pairs of the deeper layers; the others stay alone."""
+    start = ceil(config.minicache_start_frac * n_layers)
+    alone = [(i,) for i in range(start)]
+    return alone + chunks(range(start, n_layers), config.minicache_group_size)
+
+
+def minicache_plan(config: KVCacheConfig, index: int = 0, size: int = 1) -> LayerPlan:
+    """Exact rows for a layer by itself; else blocks of merged tokens behind sinks."""
+    if size == 1 or config.minicache_retention_threshold >= 1:
+        return LayerPlan(everything(PlainSpec()), everything(PlainSpec()))
+    spec = MergedSpec(
+        config.minicache_retention_threshold, config.minicache_slerp_t, index=index, size=size
+    )
+    limit = config.minicache_max_ctx // spec.block * spec.block
+    stream = StreamPlan(spec, Below(limit, WholeBlocks(spec.block)), MINICACHE_SINKS)
+    return LayerPlan(stream, stream)
+
+
+def xkv_groups(config: KVCacheConfig, n_layers: int) -> list[tuple[int, ...]]:
+    """Layers that share latents."""
+    return chunks(range(n_layers), config.xkv_group_size)
+
+
+def xkv_plan(config: KVCacheConfig, index: int = 0, size: int = 1) -> LayerPlan:
+    """Exact until the joint basis is fitted, then blocks of joint latents."""
+    width = config.xkv_latent_bits
+    latents = LatentSpec(
+        config.xkv_rank, config.xkv_energy_threshold, width, width, 1.0,
+        config.xkv_group_quant_size, XKV_SAMPLE,
+    )  # fmt: skip
+    spec = SharedLatentsSpec(latents, index=index, size=size)
+    limit = config.xkv_max_ctx // spec.block * spec.block
+    stream = StreamPlan(spec, Below(limit, After(spec.fit_tokens, WholeBlocks(spec.block))))
+    return LayerPlan(stream, stream)
+
+
+GROUPS: dict[str, Callable[[KVCacheConfig, int], list[tuple[int, ...]]]] = {
+    "xquant": xquant_groups,
+    "minicache": minicache_groups,
+    "xkv": xkv_groups,
+}
+"""Layers of a model of so many compressed layers that share; each layer is in one group."""
+PLANS: dict[str, Callable[[KVCacheConfig, int, int], LayerPlan]] = {
+    "xquant": xquant_plan,
+    "minicache": minicache_plan,
+    "xkv": xkv_plan,
+}
+
+
+def mean_held(config: KVCacheConfig, shape: LayerShape, tokens: int, n_layers: int) -> Held:
+    """What a layer holds on average in a model of `n_layers` alike that share as they should."""
+    plan = PLANS[config.method]
+    each = [
+        plan(config, index, len(layers)).held(shape, tokens)
+        for layers in GROUPS[config.method](config, n_layers)
+        for index in range(len(layers))
+    ]
+    nbytes = -(-sum(h.nbytes for h in each) // len(each))
+    return Held(nbytes, tokens, max(h.peak for h in each), max(h.work for h in each))
+
+
+HELD: dict[str, SizeOf] = {
+    **sizes_of(
+        {
+            "svdq": svdq_plan,
+            "xquant": xquant_plan,
+            "minicache": minicache_plan,
+            "xkv": xkv_plan,
+        }
+    ),
+    "palu": palu_held,
+}
+"""A layer by itself; for layers that share see `mean_held`."""

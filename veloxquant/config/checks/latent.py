@@ -66,4 +66,44 @@ def check_palu(config: KVCacheConfig) -> None:
     unused(config, OWN_WIDTH)
 
 
-CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"svdq": check_svdq, "palu": check_palu}
+def check_xquant(config: KVCacheConfig) -> None:
+    """Layers a group, widths of codes and residuals, an MLX group size."""
+    bits(config, AFFINE_BITS)
+    integer(config, "xquant_group_size", 1)
+    one_of(config, "xquant_base_bits", (1, 2, 3, 4, 8))
+    one_of(config, "xquant_residual_bits", (0, *AFFINE_BITS))
+    one_of(config, "xquant_group_quant_size", AFFINE_GROUPS)
+    integer(config, "xquant_max_ctx", config.xquant_group_quant_size)
+    unused(config, OWN_WIDTH)
+
+
+def check_minicache(config: KVCacheConfig) -> None:
+    """Pairs of layers, a cosine, a place on the arc between both."""
+    bits(config, AFFINE_BITS)
+    real(config, "minicache_start_frac", 0, 1)
+    one_of(config, "minicache_group_size", (2,))
+    real(config, "minicache_retention_threshold", -1, 1)
+    real(config, "minicache_slerp_t", 0, 1)
+    integer(config, "minicache_max_ctx", 1)
+    unused(config, OWN_WIDTH)
+
+
+def check_xkv(config: KVCacheConfig) -> None:
+    """Layers a group, a rank or a share of energy, a width, an MLX group size."""
+    bits(config, AFFINE_BITS)
+    integer(config, "xkv_group_size", 1)
+    _rank(config, "xkv_rank", MAX_ROW)
+    _share(config, "xkv_energy_threshold")
+    one_of(config, "xkv_latent_bits", LATENT_BITS)
+    one_of(config, "xkv_group_quant_size", AFFINE_GROUPS)
+    integer(config, "xkv_max_ctx", 1)
+    unused(config, OWN_WIDTH)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
+    "svdq": check_svdq,
+    "palu": check_palu,
+    "xquant": check_xquant,
+    "minicache": check_minicache,
+    "xkv": check_xkv,
+}
