@@ -18,9 +18,15 @@ from veloxquant.config.options import (
     AgeTieredKVOptions,
     AnchorKVOptions,
     CacheGenOptions,
+    CaMOptions,
+    H2OOptions,
+    KeyformerOptions,
+    L2NormOptions,
+    MorphKVOptions,
     SKVQOptions,
     SnapKVOptions,
     StreamingLLMOptions,
+    TOVAOptions,
 )
 from veloxquant.quantizers.sizes import LayerShape
 
@@ -36,6 +42,12 @@ SMALL_OPTIONS: dict[type, Any] = {
     ),
     AnchorKVOptions: AnchorKVOptions(anchorkv_window=8),
     AgeTieredKVOptions: AgeTieredKVOptions(age_recent_boundary=32, age_mid_boundary=64),
+    CaMOptions: CaMOptions(cam_budget=32),
+    H2OOptions: H2OOptions(h2o_budget=32, h2o_grace=8),
+    KeyformerOptions: KeyformerOptions(keyformer_budget=32),
+    L2NormOptions: L2NormOptions(knorm_budget=32),
+    MorphKVOptions: MorphKVOptions(morphkv_budget=32, morphkv_window=4),
+    TOVAOptions: TOVAOptions(tova_budget=32),
     SnapKVOptions: SnapKVOptions(snap_budget=32, snap_obs_window=8, snap_n_sink=4),
     SKVQOptions: SKVQOptions(skvq_window=24),
     CacheGenOptions: CacheGenOptions(cachegen_per_channel=False),

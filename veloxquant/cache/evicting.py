@@ -125,7 +125,6 @@ class EvictingCache(ExactRows):
         self.fidelity = "exact" if self.scorer.ready else "proxy"
         scores = self.scorer.score(self) if self.scorer.ready else self.scorer.proxy(self)
         keep = self.select(scores, budget)
-        self.before_eviction(keep)
         self.evicted += self.rows - budget
         self.take(keep)
         self.since_eviction = 0
@@ -136,11 +135,8 @@ class EvictingCache(ExactRows):
         rule = self.policy
         return select_rows(scores, budget, rule.n_sink, rule.n_recent, later_wins=rule.later_wins)
 
-    def before_eviction(self, keep: mx.array) -> None:
-        """Rows outside `keep` are about to go; merging methods save what they can of them."""
-
     def take(self, keep: mx.array) -> None:
-        """Keep the rows at `keep` (B, H or 1, n), and their columns."""
+        """Keep the rows at `keep` (B, H or 1, n), and their columns; merging methods do more."""
         batch, heads, _, _ = self._known_shape()
         if POSITIONS not in self.columns:
             places = mx.arange(self.rows, dtype=mx.int32)

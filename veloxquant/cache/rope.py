@@ -21,3 +21,9 @@ def shift_positions(rope: Any, keys: mx.array, by: int) -> mx.array:
     # One token a row, so that the encoding's own offset is the whole shift.
     rows = keys.reshape(batch * heads * n, 1, 1, dim)
     return rope(rows, offset=by).reshape(batch, heads, n, dim)
+
+
+def turn_rows(rope: Any, keys: mx.array, by: mx.array) -> mx.array:
+    """Keys (B, H, n, D), each turned by its own number of positions (B, H, n) int32."""
+    shape = keys.shape
+    return rope(keys.reshape(-1, 1, 1, shape[-1]), offset=by.reshape(-1)).reshape(shape)

@@ -19,15 +19,17 @@ class Extra:
     """What a method holds and needs besides its rows.
 
     `numbers` are 4-byte columns of every row and head (positions apart), `ring` the newest queries
-    kept in decode; `whole_prompt` says that a prompt is held whole while it is read, and `scored`
-    that all its queries are scored.
+    kept in decode; `whole_prompt` says that a prompt is held whole while it is read, `tiled` that
+    attention reads rows tile by tile, and `scored` how many blocks of scores live at once where
+    all queries of a prompt are scored.
     """
 
     numbers: int = 0
     ring: int = 0
     positions: bool = True
     whole_prompt: bool = True
-    scored: bool = False
+    tiled: bool = False
+    scored: int = 0
 
 
 def kept_held(shape: LayerShape, tokens: int, rows: int, extra: Extra) -> Held:
@@ -38,27 +40,28 @@ def kept_held(shape: LayerShape, tokens: int, rows: int, extra: Extra) -> Held:
     nbytes += shape.n_kv_heads * rows * numbers * NUMBER_BYTES + min(extra.ring, tokens) * queries
     peak_rows = tokens if extra.whole_prompt else min(tokens, rows + PREFILL_CHUNK)
     room = exact_workspace(shape, peak_rows, PREFILL_CHUNK)
-    if rows < tokens and not extra.whole_prompt:
-        # Sinks apart from the window are read tile by tile.
+    if rows < tokens and extra.tiled:
         room = max(room, workspace(shape, peak_rows, PREFILL_CHUNK))
     if extra.scored:
-        room += _scoring(shape, peak_rows)
+        room += _scoring(shape, peak_rows, extra.scored)
     peak = max(nbytes, shape.full_bytes(peak_rows)) + room
     return Held(nbytes, rows, peak, room)
 
 
-def _scoring(shape: LayerShape, tokens: int) -> int:
-    """Transient bytes while a block of queries is scored against all rows."""
+def _scoring(shape: LayerShape, tokens: int, scored: int) -> int:
+    """Transient bytes while a block of queries is scored against all rows; measured."""
     block = min(SCORED_QUERIES, tokens)
     waiting = block * shape.n_q_heads * shape.k_dim * shape.itemsize
     scores = shape.n_q_heads * block * tokens * COMPUTE_ITEMSIZE
-    return waiting + 2 * scores + shape.n_kv_heads * tokens * shape.k_dim * COMPUTE_ITEMSIZE
+    return waiting + scored * scores + shape.n_kv_heads * tokens * shape.k_dim * COMPUTE_ITEMSIZE
 
 
 def streaming_llm_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     """Sinks and a recent window, whatever the length."""
     rows = min(tokens, config.stream_n_sink + config.stream_window_size)
-    return kept_held(shape, tokens, rows, Extra(positions=False, whole_prompt=False))
+    # Sinks apart from the window are read tile by tile.
+    extra = Extra(positions=False, whole_prompt=False, tiled=True)
+    return kept_held(shape, tokens, rows, extra)
 
 
 def budget_held(field: str, extra: Extra | None = None) -> SizeOf:
@@ -80,13 +83,13 @@ def morphkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     return kept_held(shape, tokens, rows, Extra(ring=config.morphkv_window))
 
 
-SCORED = Extra(numbers=1, scored=True)
+SCORED = Extra(numbers=1, scored=3)
 HELD: dict[str, SizeOf] = {
     "streaming_llm": streaming_llm_held,
     "snapkv": budget_held("snap_budget"),
     "h2o": budget_held("h2o_budget", SCORED),
     "tova": budget_held("tova_budget", Extra(ring=1)),
-    "keyformer": budget_held("keyformer_budget", SCORED),
+    "keyformer": budget_held("keyformer_budget", Extra(numbers=1, scored=5)),
     "morphkv": morphkv_held,
     "cam": budget_held("cam_budget", SCORED),
     "knorm": budget_held("knorm_budget", Extra(numbers=1, whole_prompt=False)),

@@ -90,8 +90,9 @@ def check_cam(config: KVCacheConfig) -> None:
     """The budget must leave room beside sinks and the newest row."""
     sink = integer(config, "cam_n_sink", 0)
     budget_over(config, "cam_budget", sink + 1, "cam_n_sink + 1")
-    one_of(config, "cam_merge", ("sim_weighted", "mean", "sequential", "drop"))
-    flag(config, "cam_merge_keys")
+    one_of(config, "cam_merge", ("sim_weighted", "mean", "sequential"))
+    if flag(config, "cam_merge_keys") and config.cam_merge == "sequential":
+        raise refuse("cam_merge_keys", True, "False with cam_merge='sequential'")
     flag(config, "cam_merge_gate")
     unused(config, NO_OUTLIERS)
 
