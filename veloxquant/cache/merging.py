@@ -18,7 +18,7 @@ SEQUENTIAL_TARGETS = 16
 class Losers(NamedTuple):
     """A block of rows that go: places (B, H, m) ascending, the first one's number among all."""
 
-    index: mx.array
+    places: mx.array
     first: int
 
 
@@ -48,8 +48,8 @@ def nearest(kept: mx.array, lost: mx.array, n_sink: int) -> tuple[mx.array, mx.a
 
 def following(losers: Losers, kept: int) -> mx.array:
     """Which survivors come right after each loser: (B, H, kept, m) bool, at most 16 of them."""
-    count = losers.index.shape[-1]
-    before = losers.index - mx.arange(losers.first, losers.first + count, dtype=mx.int32)
+    count = losers.places.shape[-1]
+    before = losers.places - mx.arange(losers.first, losers.first + count, dtype=mx.int32)
     slots = mx.arange(kept, dtype=mx.int32)[:, None]
     start = before[..., None, :]
     return (slots >= start) & (slots < start + SEQUENTIAL_TARGETS)

@@ -52,8 +52,8 @@ class CaMKVCache(EvictingCache):
         self.merge_mode = config.cam_merge
         self.gated = config.cam_merge_gate
         self.rope = context.rope if config.cam_merge_keys else None
-        self._draws = 0
         self.stream = (context.seed + 1) * (1 << 44) + context.layer * DRAWS_PER_LAYER
+        self._draws = self.stream
 
     # ---- merging ------------------------------------------------------------------------
 
@@ -68,8 +68,8 @@ class CaMKVCache(EvictingCache):
         gone = left_out(keep, self.rows)
         self._draws = self.stream + self.evicted - gone.shape[-1]
         for losers in blocks_of_losers(gone):
-            lost = pick(keys, losers.index)
-            own = mx.take_along_axis(score, losers.index, axis=-1)
+            lost = pick(keys, losers.places)
+            own = mx.take_along_axis(score, losers.places, axis=-1)
             if self.merge_mode == "sequential":
                 shares = self._spread(losers, own, kept_score)
                 inherits = shares
@@ -80,7 +80,7 @@ class CaMKVCache(EvictingCache):
                 if self.rope is not None:
                     lost = self._turned(lost, losers, keep, target)
                     sums[1] = sums[1] + shares @ lost.astype(mx.float32)
-            sums[0] = sums[0] + shares @ pick(values, losers.index).astype(mx.float32)
+            sums[0] = sums[0] + shares @ pick(values, losers.places).astype(mx.float32)
             weight = weight + shares.sum(axis=-1)
             mass = mass + (inherits @ own[..., None])[..., 0]
         super().take(keep)
@@ -127,7 +127,7 @@ class CaMKVCache(EvictingCache):
         """Lost keys at the positions of their targets."""
         places = self.kept_positions()
         to = mx.take_along_axis(mx.take_along_axis(places, keep, axis=-1), target, axis=-1)
-        start = mx.take_along_axis(places, losers.index, axis=-1)
+        start = mx.take_along_axis(places, losers.places, axis=-1)
         return turn_rows(self.rope, lost, to - start)
 
     def extra_state(self) -> list[Any]:
