@@ -4,10 +4,12 @@ Weights are (B, H, kept, lost) matrices, so that several losers of one survivor 
 and products do the adding. Losers come in blocks, because a prompt may have many.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import mlx.core as mx
+
+from veloxquant.cache.selection import left_out
 
 Merge = Literal["sim_weighted", "mean", "sequential"]
 LOSERS_AT_ONCE = 256
@@ -61,19 +63,94 @@ def gate_probability(lost: mx.array, target: mx.array) -> mx.array:
     return mx.where(target > 0, mx.clip(lost / safe, 0.0, 1.0), 1.0)
 
 
-def blend(rows: mx.array, sums: mx.array, weight: mx.array, *, convex: bool) -> mx.array:
-    """Survivors with their losers in: (rows + sums) / (1 + weight), undivided unless `convex`.
+class Merger(NamedTuple):
+    """How losers are merged.
+
+    `gate` turns probabilities (B, H, m) of a block of losers into 1 or 0 each; `turn` brings lost
+    keys (B, H, m, D) to the positions of their target slots (B, H, m), None to leave keys alone.
+    """
+
+    mode: Merge
+    n_sink: int
+    gate: Callable[[Losers, mx.array], mx.array]
+    turn: Callable[[mx.array, Losers, mx.array], mx.array] | None = None
+
+
+class Merged(NamedTuple):
+    """Survivors with what they took over: keys and values (B, H, k, D), scores (B, H, k)."""
+
+    keys: mx.array
+    values: mx.array
+    scores: mx.array
+
+
+def pick(x: mx.array, index: mx.array) -> mx.array:
+    """Rows (B, H, n, D) at (B, H, m)."""
+    return mx.take_along_axis(x, index[..., None], axis=2)
+
+
+def merge(
+    keys: mx.array, values: mx.array, scores: mx.array, keep: mx.array, how: Merger
+) -> Merged:
+    """Survivors at `keep`, each with its losers' values, in the rows' types.
 
     Args:
-        rows: (B, H, k, D) survivors.
-        sums: (B, H, k, D) fp32 weighted losers.
-        weight: (B, H, k) fp32 their weights.
-        convex: whether the result stays between its parts.
+        keys: (B, H, n, D) all rows.
+        values: (B, H, n, Dv).
+        scores: (B, H, n) non-negative fp32; a survivor takes its losers' over.
+        keep: (B, H, k) int32 ascending.
+        how: mode, gate, turning of keys.
     """
-    out = rows.astype(mx.float32) + sums
-    if convex:
-        out = out / (1.0 + weight)[..., None]
-    return out.astype(rows.dtype)
+    kept = Merged(pick(keys, keep), pick(values, keep), mx.take_along_axis(scores, keep, axis=-1))
+    key_sum = mx.zeros(kept.keys.shape, dtype=mx.float32)
+    value_sum = mx.zeros(kept.values.shape, dtype=mx.float32)
+    weight, total = mx.zeros(keep.shape), kept.scores
+    for losers in blocks_of_losers(left_out(keep, keys.shape[2])):
+        own = mx.take_along_axis(scores, losers.places, axis=-1)
+        if how.mode == "sequential":
+            inherits = shares = _spread(losers, own, kept.scores, how)
+        else:
+            lost = pick(keys, losers.places)
+            target, cosine = nearest(kept.keys, lost, how.n_sink)
+            shares = _assign(losers, target, cosine, own, kept.scores, how)
+            inherits = (shares > 0).astype(mx.float32)
+            if how.turn is not None:
+                key_sum = key_sum + shares @ how.turn(lost, losers, target).astype(mx.float32)
+        value_sum = value_sum + shares @ pick(values, losers.places).astype(mx.float32)
+        weight = weight + shares.sum(axis=-1)
+        total = total + (inherits @ own[..., None])[..., 0]
+    divisor = 1.0 if how.mode == "sequential" else (1.0 + weight)[..., None]
+    new_values = (kept.values.astype(mx.float32) + value_sum) / divisor
+    new_keys = kept.keys
+    if how.turn is not None:
+        new_keys = ((new_keys.astype(mx.float32) + key_sum) / divisor).astype(keys.dtype)
+    return Merged(new_keys, new_values.astype(values.dtype), total)
+
+
+def _assign(
+    losers: Losers,
+    target: mx.array,
+    cosine: mx.array,
+    own: mx.array,
+    kept_scores: mx.array,
+    how: Merger,
+) -> mx.array:
+    """Weight of each loser in its one target, (B, H, k, m)."""
+    theirs = mx.take_along_axis(kept_scores, target, axis=-1)
+    share = how.gate(losers, gate_probability(own, theirs))
+    if how.mode == "sim_weighted":
+        share = share * mx.maximum(cosine, 0.0)
+    slots = mx.arange(kept_scores.shape[-1], dtype=mx.int32)[:, None]
+    return mx.where(slots == target[..., None, :], share[..., None, :], 0.0)
+
+
+def _spread(losers: Losers, own: mx.array, kept_scores: mx.array, how: Merger) -> mx.array:
+    """Equal weights of each loser in the survivors that follow it, (B, H, k, m)."""
+    targets = following(losers, kept_scores.shape[-1]).astype(mx.float32)
+    count = mx.maximum(targets.sum(axis=-2), 1.0)
+    mean = (kept_scores[..., None, :] @ targets)[..., 0, :] / count
+    gate = how.gate(losers, gate_probability(own, mean))
+    return targets * (gate / count)[..., None, :]
 
 
 def _unit(x: mx.array) -> mx.array:

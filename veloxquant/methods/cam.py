@@ -12,33 +12,20 @@ encoding. Without true queries scores are KeyDiff's, gates compare key norms, an
 `proxy`.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import EvictingCache, Policy
-from veloxquant.cache.merging import (
-    Losers,
-    blend,
-    blocks_of_losers,
-    following,
-    gate_probability,
-    nearest,
-)
+from veloxquant.cache.merging import Losers, Merge, Merger, merge
 from veloxquant.cache.rope import shiftable, turn_rows
 from veloxquant.cache.scorers import CumulativeAttention
-from veloxquant.cache.selection import left_out
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.quantizers.sizes import LayerShape
 
 DRAWS_PER_LAYER = 1 << 32
-
-
-def pick(x: mx.array, index: mx.array) -> mx.array:
-    """Rows (B, H, n, D) at (B, H, m)."""
-    return mx.take_along_axis(x, index[..., None], axis=2)
 
 
 class CaMKVCache(EvictingCache):
@@ -49,7 +36,7 @@ class CaMKVCache(EvictingCache):
     def __init__(self, config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> None:
         policy = Policy(config.cam_budget, config.cam_n_sink, 1, later_wins=True)
         super().__init__(shape, config.method, policy, CumulativeAttention())
-        self.merge_mode = config.cam_merge
+        self.merge_mode: Merge = cast(Merge, config.cam_merge)
         self.gated = config.cam_merge_gate
         self.rope = context.rope if config.cam_merge_keys else None
         self.stream = (context.seed + 1) * (1 << 44) + context.layer * DRAWS_PER_LAYER
@@ -59,37 +46,25 @@ class CaMKVCache(EvictingCache):
 
     def take(self, keep: mx.array) -> None:
         """Merge, then let the losers go."""
-        keys, values = self.keys(), self.values()
-        score = self.columns["mass"] if self.scorer.ready else _lightness(keys)
-        kept_keys, kept_values = pick(keys, keep), pick(values, keep)
-        kept_score = mx.take_along_axis(score, keep, axis=-1)
-        sums = [mx.zeros(a.shape, dtype=mx.float32) for a in (kept_values, kept_keys)]
-        weight, mass = mx.zeros(keep.shape), kept_score
-        gone = left_out(keep, self.rows)
-        self._draws = self.stream + self.evicted - gone.shape[-1]
-        for losers in blocks_of_losers(gone):
-            lost = pick(keys, losers.places)
-            own = mx.take_along_axis(score, losers.places, axis=-1)
-            if self.merge_mode == "sequential":
-                shares = self._spread(losers, own, kept_score)
-                inherits = shares
-            else:
-                target, cosine = nearest(kept_keys, lost, self.policy.n_sink)
-                shares = self._assign(losers, target, cosine, own, kept_score)
-                inherits = (shares > 0).astype(mx.float32)
-                if self.rope is not None:
-                    lost = self._turned(lost, losers, keep, target)
-                    sums[1] = sums[1] + shares @ lost.astype(mx.float32)
-            sums[0] = sums[0] + shares @ pick(values, losers.places).astype(mx.float32)
-            weight = weight + shares.sum(axis=-1)
-            mass = mass + (inherits @ own[..., None])[..., 0]
+        keys = self.keys()
+        scores = self.columns["mass"] if self.scorer.ready else _lightness(keys)
+        self._draws = self.stream + self.evicted - (self.rows - keep.shape[-1])
+        places = self.kept_positions()
+
+        def turned(lost: mx.array, losers: Losers, target: mx.array) -> mx.array:
+            to = mx.take_along_axis(mx.take_along_axis(places, keep, axis=-1), target, axis=-1)
+            start = mx.take_along_axis(places, losers.places, axis=-1)
+            return turn_rows(self.rope, lost, to - start)
+
+        turn = None if self.rope is None else turned
+        how = Merger(self.merge_mode, self.policy.n_sink, self._gate, turn)
+        merged = merge(keys, self.values(), scores, keep, how)
         super().take(keep)
-        convex = self.merge_mode != "sequential"
-        self.value_rows.replace(blend(kept_values, sums[0], weight, convex=convex))
-        if self.rope is not None:
-            self.key_rows.replace(blend(kept_keys, sums[1], weight, convex=True))
+        self.value_rows.replace(merged.values)
+        if turn is not None:
+            self.key_rows.replace(merged.keys)
         if self.scorer.ready:
-            self.columns["mass"] = mass
+            self.columns["mass"] = merged.scores
 
     def _gate(self, losers: Losers, probability: mx.array) -> mx.array:
         """1 or 0 for each loser, alike for all sequences of a batch with equal probabilities."""
@@ -98,37 +73,6 @@ class CaMKVCache(EvictingCache):
         key = mx.random.key((self._draws + losers.first) % (1 << 63))
         draws = mx.random.uniform(shape=(1, *probability.shape[1:]), key=key)
         return (draws < probability).astype(mx.float32)
-
-    def _assign(
-        self,
-        losers: Losers,
-        target: mx.array,
-        cosine: mx.array,
-        own: mx.array,
-        kept_score: mx.array,
-    ) -> mx.array:
-        """Weight of each loser in its one target, (B, H, k, m)."""
-        theirs = mx.take_along_axis(kept_score, target, axis=-1)
-        share = self._gate(losers, gate_probability(own, theirs))
-        if self.merge_mode == "sim_weighted":
-            share = share * mx.maximum(cosine, 0.0)
-        slots = mx.arange(kept_score.shape[-1], dtype=mx.int32)[:, None]
-        return mx.where(slots == target[..., None, :], share[..., None, :], 0.0)
-
-    def _spread(self, losers: Losers, own: mx.array, kept_score: mx.array) -> mx.array:
-        """Equal weights of each loser in the survivors that follow it, (B, H, k, m)."""
-        targets = following(losers, kept_score.shape[-1]).astype(mx.float32)
-        count = mx.maximum(targets.sum(axis=-2), 1.0)
-        mean = (kept_score[..., None, :] @ targets)[..., 0, :] / count
-        gate = self._gate(losers, gate_probability(own, mean))
-        return targets * (gate / count)[..., None, :]
-
-    def _turned(self, lost: mx.array, losers: Losers, keep: mx.array, target: mx.array) -> mx.array:
-        """Lost keys at the positions of their targets."""
-        places = self.kept_positions()
-        to = mx.take_along_axis(mx.take_along_axis(places, keep, axis=-1), target, axis=-1)
-        start = mx.take_along_axis(places, losers.places, axis=-1)
-        return turn_rows(self.rope, lost, to - start)
 
     def extra_state(self) -> list[Any]:
         """With the random stream of the gates."""
