@@ -10,6 +10,8 @@ from veloxquant.cache.layouts import (
     base,
     coded,
     eviction,
+    eviction_pages,
+    eviction_prompt,
     grouped,
     latent,
     rotated,
@@ -21,6 +23,17 @@ from veloxquant.quantizers.sizes import Held, LayerShape
 
 HELD: dict[str, Callable[[KVCacheConfig, LayerShape, int], Held]] = {
     name: size
-    for family in (base, rotated, grouped, vector, tiered, coded, latent, eviction)
+    for family in (
+        base,
+        rotated,
+        grouped,
+        vector,
+        tiered,
+        coded,
+        latent,
+        eviction,
+        eviction_pages,
+        eviction_prompt,
+    )
     for name, size in family.HELD.items()
 }

@@ -6,6 +6,8 @@ from veloxquant.config.checks import (
     base,
     coded,
     eviction,
+    eviction_pages,
+    eviction_prompt,
     grouped,
     latent,
     rotated,
@@ -16,6 +18,17 @@ from veloxquant.config.kv_cache import KVCacheConfig
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     name: rule
-    for family in (base, rotated, grouped, vector, tiered, coded, latent, eviction)
+    for family in (
+        base,
+        rotated,
+        grouped,
+        vector,
+        tiered,
+        coded,
+        latent,
+        eviction,
+        eviction_pages,
+        eviction_prompt,
+    )
     for name, rule in family.CHECKS.items()
 }

@@ -1,0 +1,28 @@
+"""Sizes of the methods that give up tokens by geometry, by repetition, or keep pages of keys."""
+
+from veloxquant.cache.layouts.base import SizeOf
+from veloxquant.cache.layouts.eviction import Extra, kept_held
+from veloxquant.cache.plans import PREFILL_CHUNK
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.quantizers.sizes import Held, LayerShape
+
+FP32 = 4
+
+
+def qfilters_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """The first queries until the first eviction; then scores and the filter.
+
+    Without a calibration nothing goes before `qfilters_calib_tokens` are there.
+    """
+    count = config.qfilters_calib_tokens
+    rows = tokens if tokens < count else min(tokens, config.qfilters_budget)
+    if rows == tokens:
+        return kept_held(shape, tokens, rows, Extra(ring=count, whole_prompt=False))
+    held = kept_held(shape, tokens, rows, Extra(numbers=1, whole_prompt=False))
+    filters = shape.n_kv_heads * shape.k_dim * FP32
+    rated = shape.n_kv_heads * min(tokens, rows + PREFILL_CHUNK) * shape.k_dim * FP32
+    peak, work = held.peak + filters + rated, held.work + rated
+    return Held(held.nbytes + filters, rows, peak, work)
+
+
+HELD: dict[str, SizeOf] = {"qfilters": qfilters_held}

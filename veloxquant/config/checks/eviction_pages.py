@@ -1,0 +1,23 @@
+"""Ranges of the methods that give up tokens by geometry, by repetition, or keep pages of keys."""
+
+from collections.abc import Callable
+
+from veloxquant.config.checks.eviction import budget_over
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.ranges import NO_OUTLIERS, integer, one_of, real, unused
+
+
+def check_qfilters(config: KVCacheConfig) -> None:
+    """The budget must leave room beside sinks and the newest row."""
+    sink, recent = integer(config, "qfilters_n_sink", 0), integer(config, "qfilters_recent", 0)
+    least = sink + max(1, recent)
+    budget_over(config, "qfilters_budget", least, "qfilters_n_sink + max(1, qfilters_recent)")
+    integer(config, "qfilters_calib_tokens", 8)
+    one_of(config, "qfilters_sign", (1, -1))
+    if config.qfilters_min_retention is not None:
+        real(config, "qfilters_min_retention", 0.0, 1.0)
+    one_of(config, "qfilters_on_low_retention", ("warn", "raise", "ignore"))
+    unused(config, NO_OUTLIERS)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"qfilters": check_qfilters}
