@@ -201,7 +201,7 @@ _ROWS = (
          "Keep what the context needs to repeat itself", "KVzip, arXiv 2505.23416"),
     _row("kvtc", "quantization", KVTCOptions, "none", "lossy", "optional", 1, "ready",
          "PCA with optimal bits and entropy coding", "KVTC, arXiv 2511.01815"),
-    _row("curdkv", "eviction", CurDKVOptions, "none", "until_evicted", "none", 1, "planned",
+    _row("curdkv", "eviction", CurDKVOptions, "none", "until_evicted", "none", 1, "ready",
          "Leverage scores of keys and values", "CurDKV, arXiv 2509.15038"),
     _row("nestedkv", "eviction", NestedKVOptions, "none", "until_evicted", "none", 1, "planned",
          "Anomaly at several scales, heads compete", "NestedKV, arXiv 2605.26678"),

@@ -1,0 +1,34 @@
+"""Ranges of the methods that compress a prompt once, when it is complete."""
+
+from collections.abc import Callable
+
+from veloxquant.config.checks.eviction import budget_over
+from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.ranges import NO_OUTLIERS, integer, one_of, real, refuse, unused
+
+PROMPT_WINDOW = 32
+
+
+def check_pyramidkv(config: KVCacheConfig) -> None:
+    """Every layer has room beside sinks and window."""
+    sink = integer(config, "pyramid_n_sink", 0)
+    least = sink + PROMPT_WINDOW
+    budget_over(config, "pyramid_budget", least, "pyramid_n_sink + a window of 32")
+    real(config, "pyramid_beta", 1.0, 1e6)
+    resolved_budget(config, "pyramid_resolved_budget", least)
+    one_of(config, "pyramid_backend", ("auto", "reference", "metal"))
+    unused(config, NO_OUTLIERS)
+
+
+def resolved_budget(config: KVCacheConfig, field: str, least: int) -> None:
+    """None, or more rows than the `least` that stay in any case."""
+    value = getattr(config, field)
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value <= least:
+        raise refuse(field, value, f"None or an integer of more than {least}")
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
+    "pyramidkv": check_pyramidkv,
+}
