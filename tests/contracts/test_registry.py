@@ -33,8 +33,10 @@ from veloxquant.cache.table import MethodRow
 
 
 def sizes(row: MethodRow) -> tuple[int | None, ...]:
-    """Piece sizes; a lone token would end the prompt of a method that reads queries."""
-    return (1, 7, 64, None) if row.queries == "none" else (7, 64, None)
+    """Piece sizes; a lone token would end the prompt of a method that judges all of it."""
+    scorer = getattr(small(row, random_tokens(1)), "scorer", None)
+    whole = row.queries != "none" or (scorer is not None and not scorer.static)
+    return (7, 64, None) if whole else (1, 7, 64, None)
 
 
 def reference(queries: mx.array, keys: mx.array, values: mx.array) -> np.ndarray:

@@ -179,7 +179,7 @@ _ROWS = (
          "Budgets that shrink with depth", "PyramidKV, arXiv 2406.02069"),
     _row("squeeze", "eviction", SqueezeAttentionOptions, "none", "until_evicted", "none", 1, "planned",
          "Budgets by layer similarity", "SqueezeAttention, arXiv 2404.04793"),
-    _row("chunkkv", "eviction", ChunkKVOptions, "window", "until_evicted", "none", 1, "planned",
+    _row("chunkkv", "eviction", ChunkKVOptions, "window", "until_evicted", "none", 1, "ready",
          "Whole chunks kept or dropped", "ChunkKV, arXiv 2502.00299"),
     _row("cam", "eviction", CaMOptions, "all", "until_evicted", "none", 1, "ready",
          "Losers merged into survivors", "CaM, ICML 2024"),

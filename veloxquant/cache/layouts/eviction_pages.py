@@ -25,4 +25,15 @@ def qfilters_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held
     return Held(held.nbytes + filters, rows, peak, work)
 
 
-HELD: dict[str, SizeOf] = {"qfilters": qfilters_held}
+def curdkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """Rows and their leverages, and the directions of keys and values."""
+    rows = min(tokens, config.curdkv_budget)
+    if rows == tokens:
+        return kept_held(shape, tokens, rows, Extra())
+    held = kept_held(shape, tokens, rows, Extra(numbers=1))
+    wide = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * FP32
+    bases, rated = wide * config.curdkv_rank_cap, wide * tokens
+    return Held(held.nbytes + bases, rows, held.peak + bases + rated, held.work + rated)
+
+
+HELD: dict[str, SizeOf] = {"qfilters": qfilters_held, "curdkv": curdkv_held}

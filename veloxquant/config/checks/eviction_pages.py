@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 
-from veloxquant.config.checks.eviction import budget_over
+from veloxquant.config.checks.eviction import budget_over, rope_base
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.ranges import NO_OUTLIERS, integer, one_of, real, unused
+
+CURDKV_RECENT = 16
+"""Newest rows that always stay: they have no neighbours yet to be judged by."""
 
 
 def check_qfilters(config: KVCacheConfig) -> None:
@@ -20,4 +23,17 @@ def check_qfilters(config: KVCacheConfig) -> None:
     unused(config, NO_OUTLIERS)
 
 
-CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {"qfilters": check_qfilters}
+def check_curdkv(config: KVCacheConfig) -> None:
+    """The budget must leave room beside sinks and the newest rows."""
+    sink = integer(config, "curdkv_n_sink", 0)
+    least = sink + CURDKV_RECENT
+    budget_over(config, "curdkv_budget", least, f"curdkv_n_sink + {CURDKV_RECENT}")
+    integer(config, "curdkv_rank_cap", 1)
+    rope_base(config, "curdkv_rope_base")
+    unused(config, NO_OUTLIERS)
+
+
+CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
+    "qfilters": check_qfilters,
+    "curdkv": check_curdkv,
+}
