@@ -30,6 +30,11 @@ def gumbel(shape: tuple[int, ...], key: mx.array) -> mx.array:
     return -mx.log(-mx.log(mx.clip(u, 1e-20, 1 - 1e-7)))
 
 
+def temperature(step: int, first: float, last: float, steps: int) -> float:
+    """From `first` to `last` in `steps` steps; `first` for ever without any."""
+    return first + min(step / steps, 1.0) * (last - first) if steps else first
+
+
 class GumbelAttention(CumulativeAttention):
     """Collected attention with noise and temperature."""
 
@@ -46,10 +51,7 @@ class GumbelAttention(CumulativeAttention):
         """Now, by the single tokens seen."""
         if self.tau is not None:
             return self.tau
-        first, last = self.tau_range
-        if not self.anneal_steps:
-            return first
-        return first + min(self.steps / self.anneal_steps, 1.0) * (last - first)
+        return temperature(self.steps, *self.tau_range, self.anneal_steps)
 
     def observe(self, rows: Rows, queries: mx.array, scale: float) -> None:
         """As the base; a single token is a step."""
