@@ -197,7 +197,7 @@ _ROWS = (
          "Noise-regularised heavy hitters", "Keyformer, arXiv 2403.09054"),
     _row("morphkv", "eviction", MorphKVOptions, "window", "until_evicted", "none", 1, "ready",
          "Constant size by correlation with recent tokens", "MorphKV, arXiv 2503.00979"),
-    _row("kvzip", "eviction", KVzipOptions, "all", "until_evicted", "none", 1, "planned",
+    _row("kvzip", "eviction", KVzipOptions, "all", "until_evicted", "none", 1, "ready",
          "Keep what the context needs to repeat itself", "KVzip, arXiv 2505.23416"),
     _row("kvtc", "quantization", KVTCOptions, "none", "lossy", "optional", 1, "ready",
          "PCA with optimal bits and entropy coding", "KVTC, arXiv 2511.01815"),

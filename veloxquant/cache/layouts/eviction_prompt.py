@@ -3,8 +3,10 @@
 Rows of decoded tokens are not counted.
 """
 
+from typing import NamedTuple
+
 from veloxquant.cache.layouts.base import SizeOf
-from veloxquant.cache.layouts.eviction import Extra, kept_held
+from veloxquant.cache.layouts.eviction import NUMBER_BYTES, Extra, kept_held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import Held, LayerShape
 
@@ -18,6 +20,51 @@ def pyramidkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Hel
     return kept_held(shape, tokens, min(tokens, rows), Extra())
 
 
+class ChunkRule(NamedTuple):
+    """Which rows are whole chunks, which ones stay in any case.
+
+    Chunks of `size` start at row 0. Those that hold one of the first `n_sink` rows stay, as do the
+    last `n_recent` rows and the rows before them that fill no chunk.
+    """
+
+    size: int
+    n_sink: int
+    n_recent: int
+
+    @property
+    def first(self) -> int:
+        """First row of the first chunk that may go."""
+        return -(-self.n_sink // self.size) * self.size
+
+    def tail(self, rows: int) -> int:
+        """Rows before the recent ones that fill no chunk."""
+        return (rows - self.n_recent) % self.size
+
+    def chunks(self, rows: int, budget: int) -> int:
+        """Chunks that fit the budget beside what stays in any case."""
+        return (budget - self.n_recent - self.first - self.tail(rows)) // self.size
+
+    def kept(self, rows: int, budget: int) -> int:
+        """Rows that stay: all of them, or less than one chunk short of the budget."""
+        if rows <= budget:
+            return rows
+        free = self.chunks(rows, budget) * self.size
+        return self.first + free + self.tail(rows) + self.n_recent
+
+
+def chunk_rule(config: KVCacheConfig) -> ChunkRule:
+    """The chunks of chunkkv."""
+    return ChunkRule(config.chunkkv_chunk_size, config.chunkkv_n_sink, PROMPT_WINDOW)
+
+
+def chunkkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """Whole chunks within the budget; one list of positions for all heads."""
+    rows = chunk_rule(config).kept(tokens, config.chunkkv_budget)
+    held = kept_held(shape, tokens, rows, Extra(positions=False))
+    return held._replace(nbytes=held.nbytes + (NUMBER_BYTES * rows if rows < tokens else 0))
+
+
 HELD: dict[str, SizeOf] = {
     "pyramidkv": pyramidkv_held,
+    "chunkkv": chunkkv_held,
 }

@@ -20,6 +20,17 @@ def check_pyramidkv(config: KVCacheConfig) -> None:
     unused(config, NO_OUTLIERS)
 
 
+def check_chunkkv(config: KVCacheConfig) -> None:
+    """A chunk has room beside window and the chunks of the sinks."""
+    sink, size = integer(config, "chunkkv_n_sink", 0), integer(config, "chunkkv_chunk_size", 1)
+    least = -(-sink // size) * size + PROMPT_WINDOW + size
+    what = "chunkkv_n_sink in whole chunks + a window of 32 + chunkkv_chunk_size"
+    budget_over(config, "chunkkv_budget", least, what)
+    one_of(config, "chunkkv_score", ("attn_mass", "key_norm", "keydiff"))
+    integer(config, "chunkkv_reuse_layers", 1)
+    unused(config, NO_OUTLIERS)
+
+
 def resolved_budget(config: KVCacheConfig, field: str, least: int) -> None:
     """None, or more rows than the `least` that stay in any case."""
     value = getattr(config, field)
@@ -31,4 +42,5 @@ def resolved_budget(config: KVCacheConfig, field: str, least: int) -> None:
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "pyramidkv": check_pyramidkv,
+    "chunkkv": check_chunkkv,
 }
