@@ -26,6 +26,7 @@ from veloxquant.config.options import (
     KVzipOptions,
     L2NormOptions,
     MorphKVOptions,
+    NestedKVOptions,
     PyramidKVOptions,
     QFiltersOptions,
     SKVQOptions,
@@ -58,6 +59,8 @@ SMALL_OPTIONS: dict[type, Any] = {
     QFiltersOptions: QFiltersOptions(qfilters_budget=32, qfilters_calib_tokens=16),
     TOVAOptions: TOVAOptions(tova_budget=32),
     SnapKVOptions: SnapKVOptions(snap_budget=32, snap_obs_window=8, snap_n_sink=4),
+    # Rows of unequal heads are not arrays that a reference could read; its own tests have those.
+    NestedKVOptions: NestedKVOptions(nestedkv_budget=32, nestedkv_safeguard_alpha=1.0),
     PyramidKVOptions: PyramidKVOptions(pyramid_budget=40, pyramid_n_sink=2),
     SKVQOptions: SKVQOptions(skvq_window=24),
     CacheGenOptions: CacheGenOptions(cachegen_per_channel=False),

@@ -203,7 +203,7 @@ _ROWS = (
          "PCA with optimal bits and entropy coding", "KVTC, arXiv 2511.01815"),
     _row("curdkv", "eviction", CurDKVOptions, "none", "until_evicted", "none", 1, "ready",
          "Leverage scores of keys and values", "CurDKV, arXiv 2509.15038"),
-    _row("nestedkv", "eviction", NestedKVOptions, "none", "until_evicted", "none", 1, "planned",
+    _row("nestedkv", "eviction", NestedKVOptions, "none", "until_evicted", "none", 1, "ready",
          "Anomaly at several scales, heads compete", "NestedKV, arXiv 2605.26678"),
     _row("amc", "hybrid", AMCOptions, "none", "lossy", "optional", 1, "ready",
          "Saliency tiers of rank and bits", "library design"),

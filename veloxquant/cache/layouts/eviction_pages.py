@@ -1,7 +1,7 @@
 """Sizes of the methods that give up tokens by geometry, by repetition, or keep pages of keys."""
 
 from veloxquant.cache.layouts.base import SizeOf
-from veloxquant.cache.layouts.eviction import Extra, kept_held
+from veloxquant.cache.layouts.eviction import SCORED, Extra, budget_held, kept_held
 from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import Held, LayerShape
@@ -36,4 +36,5 @@ def curdkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     return Held(held.nbytes + bases, rows, held.peak + bases + rated, held.work + rated)
 
 
-HELD: dict[str, SizeOf] = {"qfilters": qfilters_held, "curdkv": curdkv_held}
+kvzip_held = budget_held("kvzip_budget", SCORED)
+HELD: dict[str, SizeOf] = {"qfilters": qfilters_held, "curdkv": curdkv_held, "kvzip": kvzip_held}

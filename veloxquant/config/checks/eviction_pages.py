@@ -8,6 +8,8 @@ from veloxquant.config.ranges import NO_OUTLIERS, integer, one_of, real, unused
 
 CURDKV_RECENT = 16
 """Newest rows that always stay: they have no neighbours yet to be judged by."""
+KVZIP_NEIGHBOURS = 2
+"""Rows behind which a query's attention counts: itself and its neighbour saturate."""
 
 
 def check_qfilters(config: KVCacheConfig) -> None:
@@ -33,7 +35,16 @@ def check_curdkv(config: KVCacheConfig) -> None:
     unused(config, NO_OUTLIERS)
 
 
+def check_kvzip(config: KVCacheConfig) -> None:
+    """The budget must leave room beside sinks and the newest rows, which no query judged."""
+    least = integer(config, "kvzip_n_sink", 0) + KVZIP_NEIGHBOURS
+    budget_over(config, "kvzip_budget", least, f"kvzip_n_sink + {KVZIP_NEIGHBOURS}")
+    one_of(config, "kvzip_probe", ("context", "reconstruct"))
+    unused(config, NO_OUTLIERS)
+
+
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "qfilters": check_qfilters,
     "curdkv": check_curdkv,
+    "kvzip": check_kvzip,
 }
