@@ -12,6 +12,10 @@ from veloxquant.quantizers.sizes import Held, LayerShape
 
 PROMPT_WINDOW = 32
 """Newest rows whose queries choose, and which stay, where no setting says how many."""
+SQUEEZE_ROOM = 8
+"""Rows that squeeze leaves every layer beside its sinks."""
+SCORING_COPIES = 5
+"""Keys, directions and means in fp32 while anomalies are computed."""
 
 
 def pyramidkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
@@ -64,7 +68,30 @@ def chunkkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     return held._replace(nbytes=held.nbytes + (NUMBER_BYTES * rows if rows < tokens else 0))
 
 
+def nestedkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """The mean over heads; scoring takes some fp32 copies of all keys."""
+    held = kept_held(shape, tokens, min(tokens, config.nestedkv_budget), Extra())
+    scoring = SCORING_COPIES * NUMBER_BYTES * shape.n_kv_heads * tokens * shape.k_dim
+    return held._replace(peak=max(held.peak, shape.full_bytes(tokens) + scoring))
+
+
+def squeeze_least(config: KVCacheConfig) -> int:
+    """Rows up to which no layer's budget can matter."""
+    part = 1.0 - 0.7 * config.squeeze_strength
+    return max(config.squeeze_n_sink + SQUEEZE_ROOM, int(part * config.squeeze_budget))
+
+
+def squeeze_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """The mean over layers; the newest queries until budgets are known."""
+    given = config.squeeze_resolved_budget
+    waits = given is None and tokens <= squeeze_least(config)
+    extra = Extra(ring=PROMPT_WINDOW if waits else 0, whole_prompt=given is None)
+    return kept_held(shape, tokens, min(tokens, given or config.squeeze_budget), extra)
+
+
 HELD: dict[str, SizeOf] = {
     "pyramidkv": pyramidkv_held,
     "chunkkv": chunkkv_held,
+    "nestedkv": nestedkv_held,
+    "squeeze": squeeze_held,
 }

@@ -31,6 +31,26 @@ def check_chunkkv(config: KVCacheConfig) -> None:
     unused(config, NO_OUTLIERS)
 
 
+def check_nestedkv(config: KVCacheConfig) -> None:
+    """The budget must leave room beside sinks."""
+    budget_over(config, "nestedkv_budget", integer(config, "nestedkv_n_sink", 0), "nestedkv_n_sink")
+    integer(config, "nestedkv_window", 1)
+    real(config, "nestedkv_beta", 0.0, 1e6)
+    real(config, "nestedkv_tau", 0.0, 1.0)
+    real(config, "nestedkv_kappa", 0.0, 1e6, open_low=True)
+    real(config, "nestedkv_safeguard_alpha", 0.0, 1.0)
+    unused(config, NO_OUTLIERS)
+
+
+def check_squeeze(config: KVCacheConfig) -> None:
+    """Every layer has some rows beside sinks."""
+    least = integer(config, "squeeze_n_sink", 0) + 8
+    budget_over(config, "squeeze_budget", least, "squeeze_n_sink + 8")
+    real(config, "squeeze_strength", 0.0, 1.0)
+    resolved_budget(config, "squeeze_resolved_budget", least)
+    unused(config, NO_OUTLIERS)
+
+
 def resolved_budget(config: KVCacheConfig, field: str, least: int) -> None:
     """None, or more rows than the `least` that stay in any case."""
     value = getattr(config, field)
@@ -43,4 +63,6 @@ def resolved_budget(config: KVCacheConfig, field: str, least: int) -> None:
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "pyramidkv": check_pyramidkv,
     "chunkkv": check_chunkkv,
+    "nestedkv": check_nestedkv,
+    "squeeze": check_squeeze,
 }
