@@ -86,8 +86,7 @@ class NativeRun(NamedTuple):
 
     - PLAIN: `width` floats.
     - AFFINE_TOKEN: `bits`-bit codes, `scale` and `bias` for each `group` channels.
-    - AFFINE_CHANNEL: the same on the transposed block (B, H, D, words), groups of tokens; for
-      keys only.
+    - AFFINE_CHANNEL: the same on the transposed block (B, H, D, words), groups of tokens.
     - CODEBOOK: `bits`-bit codes in planes into `levels`, times `scale` (B, H, T, 1) or 1.
     - VECTOR: a stream of width/group codes of `bits` bits (at most 16) into `book`
       (B or 1, H or 1, width/group or 1, 2^bits, group), times `scale` or 1; `signs`

@@ -61,7 +61,7 @@ int vq_attend(const vq_call *call, int threads) {
         const vq_run *r = k < call->n_keys ? &call->keys[k] : &call->values[k - call->n_keys];
         if (r->width < 1 || r->width > MAX_DIM || r->dim > MAX_DIM) return 1;
         if (r->add && (k == 0 || k == call->n_keys)) return 1;
-        if (r->kind == AFFINE_CHANNEL && (k >= call->n_keys || !is_whole(r))) return 1;
+        if (r->kind == AFFINE_CHANNEL && !is_whole(r)) return 1;
         if (refused(r) || (r->kind != SPARSE && r->dim > r->width)) return 1;
     }
     int heads = call->batch * call->heads;

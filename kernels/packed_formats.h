@@ -10,6 +10,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define ONCE static __attribute__((noinline)) /* what would be compiled at every call otherwise */
 
 enum { PLAIN = 0, AFFINE_TOKEN = 1, AFFINE_CHANNEL = 2, CODEBOOK = 3, VECTOR = 4, SPARSE = 5, POLAR = 6 };
 enum { F32 = 0, F16 = 1, BF16 = 2 };

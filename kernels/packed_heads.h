@@ -77,40 +77,27 @@ INLINE void scores_by_token(const vq_run *r, int b, int h, const float *restrict
     }
 }
 
-/* Channel-major format: a channel's codes of BLOCK tokens at a time, all query rows at once. */
-INLINE void channel_block(const vq_run *r, int64_t data, int64_t scale, const float *restrict q,
-                          int rows, int dim, int size, int bits, float (*restrict acc)[BLOCK]) {
-    int words = size * bits / 32;
-    float x[BLOCK];
-    for (int i = 0; i < rows; i++) memset(acc[i], 0, sizeof(float) * BLOCK);
-    for (int d = 0; d < dim; d++) {
-        const uint32_t *w = (const uint32_t *)r->data + data + d * r->data_row;
-        unpack_row(w, words, bits, x);
-        scale_row(r, scale + d * r->scale_row, size, words, bits, x);
-        for (int i = 0; i < rows; i++) {
-            float qd = q[i * dim + d];
-            for (int p = 0; p < size; p++) acc[i][p] += qd * x[p];
-        }
-    }
-}
-
 /* Tokens from `t` on that may be unpacked together: a block, or what is left of the buffer. */
 INLINE int block_size(const vq_run *r, int t) {
     return r->capacity - t < BLOCK ? r->capacity - t : BLOCK;
 }
 
+/* Channel-major format: a channel's codes of BLOCK tokens at a time, all query rows at once. */
 INLINE void scores_by_channel(const vq_run *r, int b, int h, const float *restrict q, int rows,
                               float *restrict scores, int64_t stride) {
+    float acc[MAX_ROWS][BLOCK], x[BLOCK];
     const int dim = r->dim;
-    float acc[MAX_ROWS][BLOCK];
     int64_t data = b * r->data_batch + h * r->data_head;
     int64_t scale = b * r->scale_batch + h * r->scale_head;
     for (int t = r->start; t < r->stop; t += BLOCK) {
-        int64_t at = data + (int64_t)t * r->bits / 32, sc = scale + t / r->group;
         int size = block_size(r, t), words = size * r->bits / 32;
-#define CALL(n) channel_block(r, at, sc, q, rows, dim, size, n, acc)
-        FOR_BITS(r->bits, CALL)
-#undef CALL
+        int64_t at = data + (int64_t)t * r->bits / 32, sc = scale + t / r->group;
+        memset(acc, 0, sizeof(acc[0]) * rows);
+        for (int d = 0; d < dim; d++) {
+            channel_row(r, at + d * r->data_row, sc + d * r->scale_row, size, x);
+            for (int i = 0; i < rows; i++)
+                for (int p = 0; p < size; p++) acc[i][p] += q[i * dim + d] * x[p];
+        }
         int n = r->stop - t < size ? r->stop - t : size;
         for (int p = 0; p < size; p++) {
             int token = channel_of(p, words, r->bits);
@@ -152,6 +139,32 @@ INLINE void mix_by_token(const vq_run *r, int b, int h, const float *restrict w,
             int d = place_channel(r, p);
             if (d < dim) out[i * dim + d] += sum[i][p];
         }
+}
+
+/* Channel-major values: weights in unpacking order once a block, one product for each channel. */
+INLINE void mix_by_channel(const vq_run *r, int b, int h, const float *restrict w, int64_t stride,
+                           int rows, float *restrict out) {
+    float turned[MAX_ROWS][BLOCK], x[BLOCK];
+    int64_t data = b * r->data_batch + h * r->data_head;
+    int64_t scale = b * r->scale_batch + h * r->scale_head;
+    for (int t = r->start; t < r->stop; t += BLOCK) {
+        int size = block_size(r, t), words = size * r->bits / 32;
+        int n = r->stop - t < size ? r->stop - t : size;
+        for (int p = 0; p < size; p++) {
+            int token = channel_of(p, words, r->bits);
+            for (int i = 0; i < rows; i++)
+                turned[i][p] = token < n ? w[i * stride + (t - r->start) + token] : 0.0f;
+        }
+        for (int d = 0; d < r->dim; d++) {
+            channel_row(r, data + d * r->data_row + (int64_t)t * r->bits / 32,
+                        scale + d * r->scale_row + t / r->group, size, x);
+            for (int i = 0; i < rows; i++) {
+                float sum = 0.0f;
+                for (int p = 0; p < size; p++) sum += turned[i][p] * x[p];
+                out[i * r->dim + d] += sum;
+            }
+        }
+    }
 }
 
 /* exp for x <= 0 in fp32, 2 ulp; a loop over it becomes vector code, calls of expf do not. */
@@ -238,6 +251,8 @@ void VARIANT(attend_head)(const vq_call *c, int b, int h, float *restrict scores
         vq_lanes lanes;
         if (r->kind == AFFINE_TOKEN && lanes_of(r, &lanes))
             mix_by_token_planes(r, &lanes, b, h, scores + at, stride, c->rows, out);
+        else if (r->kind == AFFINE_CHANNEL)
+            mix_by_channel(r, b, h, scores + at, stride, c->rows, out);
         else if (r->kind == SPARSE)
             mix_by_slot(r, b, h, scores + at, stride, c->rows, out);
         else
@@ -260,12 +275,8 @@ void VARIANT(decode_head)(const vq_rows *c, int b, int h) {
             int size = block_size(r, t), words = size * r->bits / 32;
             int left = r->stop - t < size ? r->stop - t : size;
             for (int d = 0; d < c->dim; d++) {
-                const uint32_t *w = (const uint32_t *)r->data + data + d * r->data_row +
-                                    (int64_t)t * r->bits / 32;
-                int64_t at = scale + d * r->scale_row + t / r->group;
-#define CALL(n) unpack_row(w, words, n, x), scale_row(r, at, size, words, n, x)
-                FOR_BITS(r->bits, CALL)
-#undef CALL
+                channel_row(r, data + d * r->data_row + (int64_t)t * r->bits / 32,
+                            scale + d * r->scale_row + t / r->group, size, x);
                 for (int p = 0; p < size; p++) {
                     int token = channel_of(p, words, r->bits);
                     if (token < left) out[(int64_t)(t - r->start + token) * c->dim + d] = x[p];

@@ -134,7 +134,7 @@ INLINE void open_span(const vq_run *r, int64_t data, int64_t scale, const float 
 }
 
 /* Scores from channel-major codes: a span of a channel's words is 512 / bits tokens. */
-INLINE void scores_by_channel_planes(const vq_run *r, int b, int h, const float *restrict q,
+ONCE void scores_by_channel_planes(const vq_run *r, int b, int h, const float *restrict q,
                                      int rows, float *restrict scores, int64_t stride) {
     uint32_t words[MAX_DIM][SPAN];
     float s[MAX_DIM][SPAN], base[MAX_ROWS][SPAN], acc[AT_ONCE][SPAN];
@@ -242,7 +242,7 @@ INLINE void mix_plane(const uint32_t *restrict w, const float (*restrict c)[TILE
 }
 
 /* Weighted sums of affine rows, weights and scales multiplied first. */
-INLINE void mix_by_token_planes(const vq_run *r, const vq_lanes *l, int b, int h,
+ONCE void mix_by_token_planes(const vq_run *r, const vq_lanes *l, int b, int h,
                                 const float *restrict weights, int64_t stride, int rows,
                                 float *restrict out) {
     float s[TILE_WORDS], low[TILE_WORDS], c[AT_ONCE][TILE_WORDS], wide[TILE_WORDS];
@@ -313,7 +313,7 @@ INLINE void score_words(const uint32_t *restrict w, const float (*restrict q)[AT
 }
 
 /* Scores from affine rows: products word by word, scaled, then added up over a token's words. */
-INLINE void scores_by_token_planes(const vq_run *r, const vq_lanes *l, int b, int h,
+ONCE void scores_by_token_planes(const vq_run *r, const vq_lanes *l, int b, int h,
                                    const float *restrict q, int rows, float *restrict scores,
                                    int64_t stride) {
     float s[TILE_WORDS], low[TILE_WORDS], dots[AT_ONCE][LANES], part[AT_ONCE][TILE_WORDS];

@@ -131,6 +131,15 @@ INLINE void dequantize_row(const vq_run *r, int64_t data, int64_t scale, int bit
     scale_row(r, scale, r->width, words, bits, out);
 }
 
+/* A channel's codes of one block of tokens, scaled, in unpacking order. */
+ONCE void channel_row(const vq_run *r, int64_t data, int64_t scale, int size, float *restrict out) {
+    const uint32_t *w = (const uint32_t *)r->data + data;
+    int words = size * r->bits / 32;
+#define CALL(n) unpack_row(w, words, n, out), scale_row(r, scale, size, words, n, out)
+    FOR_BITS(r->bits, CALL)
+#undef CALL
+}
+
 /* Codes lie in planes, the widest first: 3 bits are 2 + 1, 4 are 2 + 1 + 1, 6 are 4 + 1 + 1. */
 INLINE const uint32_t *add_plane(const uint32_t *restrict w, int lanes, int width, int shift,
                                  int32_t *restrict code) {
@@ -319,7 +328,7 @@ INLINE int slot_channel(const vq_run *r, int64_t at) {
 }
 
 /* One token in unpacking order; returns the factor that its products still take. */
-INLINE float token_row(const vq_run *r, int b, int h, int t, float *restrict out) {
+ONCE float token_row(const vq_run *r, int b, int h, int t, float *restrict out) {
     int64_t data = b * r->data_batch + h * r->data_head + t * r->data_row;
     int64_t scale = b * r->scale_batch + h * r->scale_head + t * r->scale_row;
     if (r->kind == PLAIN) {

@@ -31,8 +31,6 @@ def attend_native(
     if key_parts is None or value_parts is None:
         return None
     key_runs, value_runs = [r for p in key_parts for r in p], [r for p in value_parts for r in p]
-    if any(run.kind == native.AFFINE_CHANNEL for run in value_runs):
-        return None
     runs = (*key_runs, *value_runs)
     turned: dict[int, mx.array] = {}
     for run in key_runs:

@@ -8,7 +8,7 @@ Source: CacheGen (arXiv 2310.07240).
 import mlx.core as mx
 
 from veloxquant.dsa.mlx_pack import pack, unpack
-from veloxquant.kernels.native import AFFINE_TOKEN, NativeRun
+from veloxquant.kernels.native import AFFINE_CHANNEL, AFFINE_TOKEN, NativeRun
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
 from veloxquant.quantizers.specs.coded import ChunkSpec, SymmetricSpec
 
@@ -83,9 +83,12 @@ class ChunkCodec(Shared):
             transpose=True, group_size=self._group, bits=self.spec.bits,
         )  # fmt: skip
 
-    def native(self, packed: Packed, start: int, stop: int) -> None:
-        """None: the kernel reads columns as keys only."""
-        del packed, start, stop
+    def native(self, packed: Packed, start: int, stop: int) -> NativeRun:
+        """Affine columns whose groups are whole chunks."""
+        return NativeRun(
+            AFFINE_CHANNEL, packed["w"], start, stop, self.dim, self.spec.bits, self.spec.size,
+            scale=packed["s"], bias=packed["b"],
+        )  # fmt: skip
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """Rows (B, H, T, D)."""
