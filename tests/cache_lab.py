@@ -29,8 +29,10 @@ from veloxquant.config.options import (
     NestedKVOptions,
     PyramidKVOptions,
     QFiltersOptions,
+    RocketKVOptions,
     SKVQOptions,
     SnapKVOptions,
+    SqueezeAttentionOptions,
     StreamingLLMOptions,
     TOVAOptions,
 )
@@ -57,11 +59,13 @@ SMALL_OPTIONS: dict[type, Any] = {
     L2NormOptions: L2NormOptions(knorm_budget=32),
     MorphKVOptions: MorphKVOptions(morphkv_budget=32, morphkv_window=4),
     QFiltersOptions: QFiltersOptions(qfilters_budget=32, qfilters_calib_tokens=16),
+    RocketKVOptions: RocketKVOptions(rocketkv_obs_window=8, rocketkv_page_size=512),
     TOVAOptions: TOVAOptions(tova_budget=32),
     SnapKVOptions: SnapKVOptions(snap_budget=32, snap_obs_window=8, snap_n_sink=4),
     # Rows of unequal heads are not arrays that a reference could read; its own tests have those.
     NestedKVOptions: NestedKVOptions(nestedkv_budget=32, nestedkv_safeguard_alpha=1.0),
     PyramidKVOptions: PyramidKVOptions(pyramid_budget=40, pyramid_n_sink=2),
+    SqueezeAttentionOptions: SqueezeAttentionOptions(squeeze_budget=32),
     SKVQOptions: SKVQOptions(skvq_window=24),
     CacheGenOptions: CacheGenOptions(cachegen_per_channel=False),
 }

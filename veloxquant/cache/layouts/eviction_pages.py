@@ -4,7 +4,8 @@ from veloxquant.cache.layouts.base import SizeOf
 from veloxquant.cache.layouts.eviction import SCORED, Extra, budget_held, kept_held
 from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.quantizers.sizes import Held, LayerShape
+from veloxquant.quantizers.sizes import WINDOW_STEP, Held, LayerShape, round_up
+from veloxquant.quantizers.specs.pages import PageSplit
 
 FP32 = 4
 
@@ -36,5 +37,33 @@ def curdkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     return Held(held.nbytes + bases, rows, held.peak + bases + rated, held.work + rated)
 
 
+def rocketkv_split(config: KVCacheConfig) -> PageSplit:
+    """The sizes of both stages."""
+    return PageSplit(
+        config.rocketkv_compression_ratio, config.rocketkv_n_sink, config.rocketkv_obs_window,
+        config.rocketkv_page_size, config.rocketkv_head_topk1,
+    )  # fmt: skip
+
+
+def rocketkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """Rows that stay of a prompt, and two bounds of every finished page of keys.
+
+    Decoded tokens add their rows and are not counted.
+    """
+    split = rocketkv_split(config)
+    rows = min(tokens, split.rows(tokens))
+    held = kept_held(shape, tokens, rows, Extra())
+    if rows == tokens:
+        return held
+    pages = round_up(rows // split.page, WINDOW_STEP)
+    bounds = 2 * shape.n_kv_heads * pages * shape.k_dim * shape.itemsize
+    return Held(held.nbytes + bounds, rows, held.peak + bounds, held.work)
+
+
 kvzip_held = budget_held("kvzip_budget", SCORED)
-HELD: dict[str, SizeOf] = {"qfilters": qfilters_held, "curdkv": curdkv_held, "kvzip": kvzip_held}
+HELD: dict[str, SizeOf] = {
+    "qfilters": qfilters_held,
+    "curdkv": curdkv_held,
+    "kvzip": kvzip_held,
+    "rocketkv": rocketkv_held,
+}

@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 from veloxquant.config.checks.eviction import budget_over, rope_base
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.config.ranges import NO_OUTLIERS, integer, one_of, real, unused
+from veloxquant.config.ranges import AFFINE_BITS, NO_OUTLIERS, bits, integer, one_of, real, unused
 
 CURDKV_RECENT = 16
 """Newest rows that always stay: they have no neighbours yet to be judged by."""
+QUERY_ROWS = 256
+"""Most queries that a window may hold: they are scored at once."""
 KVZIP_NEIGHBOURS = 2
 """Rows behind which a query's attention counts: itself and its neighbour saturate."""
 
@@ -43,8 +45,21 @@ def check_kvzip(config: KVCacheConfig) -> None:
     unused(config, NO_OUTLIERS)
 
 
+def check_rocketkv(config: KVCacheConfig) -> None:
+    """A ratio of at least 1; overrides are whole numbers or unset."""
+    bits(config, AFFINE_BITS)
+    real(config, "rocketkv_compression_ratio", 1.0, 1e6)
+    for field in ("rocketkv_page_size", "rocketkv_head_topk1"):
+        if getattr(config, field) is not None:
+            integer(config, field, 1)
+    integer(config, "rocketkv_obs_window", 1, QUERY_ROWS)
+    integer(config, "rocketkv_n_sink", 0)
+    unused(config, NO_OUTLIERS)
+
+
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
     "qfilters": check_qfilters,
     "curdkv": check_curdkv,
     "kvzip": check_kvzip,
+    "rocketkv": check_rocketkv,
 }
