@@ -65,7 +65,7 @@ class GroupedCache(ComposedCache):
 
     @property
     def role(self) -> str:
-        """ "primary" for the layer that owns what the group shares, "reader" for the others."""
+        """Which part it plays: "primary" owns what the group shares, a "reader" reads it there."""
         return "reader" if self.index else "primary"
 
     # ---- protocol -----------------------------------------------------------------------

@@ -37,7 +37,7 @@ class MiniCacheKVCache(GroupedCache):
 
     @property
     def role(self) -> str:
-        """ "primary" for the layer that holds directions, "merge" for the other one."""
+        """Which part it plays: "primary" holds directions, "merge" reads them there."""
         return "merge" if self.index else "primary"
 
     @property

@@ -36,7 +36,7 @@ class XQuantKVCache(GroupedCache):
 
     @property
     def role(self) -> str:
-        """ "anchor" for the layer that holds codes, "reuse" for the others."""
+        """Which part it plays: "anchor" holds codes, "reuse" reads them there."""
         return "reuse" if self.index else "anchor"
 
     @property

@@ -52,7 +52,7 @@ class MergedCodec(TogetherCodec):
 
     def __init__(self, dim: int, spec: MergedSpec) -> None:
         self.dim, self.spec = dim, spec
-        self.axes: dict[str, TokenAxis] = {"n": TokenAxis(2)}
+        self.axes = {"n": TokenAxis(2)}
         if spec.owns:
             self.axes["e"] = TokenAxis(2)
         elif spec.slots:

@@ -15,7 +15,7 @@ import mlx.core as mx
 from veloxquant.dsa.mlx_pack import unpack
 from veloxquant.kernels.native import NativeRun
 from veloxquant.quantizers.affine import AffineChannelCodec, AffineTokenCodec
-from veloxquant.quantizers.base import Packed, TokenAxis
+from veloxquant.quantizers.base import Packed
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.specs.shared import SharedCodesSpec
 from veloxquant.quantizers.together import TogetherCodec
@@ -48,7 +48,7 @@ class SharedCodesCodec(TogetherCodec):
         self.base: AffineChannelCodec | AffineTokenCodec = codec_for(spec.base, dim)  # type: ignore[assignment]
         rest = spec.of(1, 2).correction
         self.rest = codec_for(rest, dim) if rest else None
-        self.axes: dict[str, TokenAxis] = dict(self.base.axes)
+        self.axes = dict(self.base.axes)
         if not spec.owns and self.rest:
             self.axes |= {_REST + name: axis for name, axis in self.rest.axes.items()}
 

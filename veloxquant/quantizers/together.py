@@ -1,13 +1,12 @@
 """Codecs of layers that are coded together: one takes the rows of all, each keeps its share."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
-from veloxquant.quantizers.specs.shared import MemberSpec
 
 
 class TogetherCodec(Shared):
@@ -16,9 +15,9 @@ class TogetherCodec(Shared):
     Arrays named in `borrowed` belong to the first layer; the others read them there.
     """
 
-    spec: MemberSpec
+    spec: Any
     dim: int
-    axes: Mapping[str, TokenAxis]
+    axes: dict[str, TokenAxis]
     borrowed: ClassVar[tuple[str, ...]] = ()
     """Names, or beginnings of names, of arrays that are shared."""
 
