@@ -67,3 +67,56 @@ def pyramid_budgets(
     shares = [high - layer * step for layer in range(n_layers)] if step else [mean] * n_layers
     caps = rounded(raised(shares, n_sink), n_layers * mean)
     return [cap + window for cap in caps]
+
+
+def three_classes(values: Sequence[float]) -> list[int]:
+    """Class 0, 1 or 2 of each value, by rising centre: k-means from least, median and largest.
+
+    All 0 for fewer than three different values.
+    """
+    ordered = sorted(values)
+    if len(set(ordered)) < 3:
+        return [0] * len(values)
+    centres = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+    classes: list[int] = []
+    while True:
+        nearest = [min(range(3), key=lambda k: abs(v - centres[k])) for v in values]
+        if nearest == classes:
+            return classes
+        classes = nearest
+        for k in range(3):
+            members = [v for v, c in zip(values, classes, strict=True) if c == k]
+            centres[k] = sum(members) / len(members) if members else centres[k]
+
+
+def class_budgets(
+    values: Sequence[float], avg_budget: int, least: int, strength: float = 1.0
+) -> list[int]:
+    """Rows of each layer: the class of largest values gives up some, the others share them.
+
+    Source: SqueezeAttention (arXiv 2404.04793), algorithm 1; the paper sets the part that the
+    class keeps, here it is 1 - 0.7·strength.
+
+    Args:
+        values: how little each layer needs its rows; finite.
+        avg_budget: mean rows.
+        least: rows that every layer keeps, at most the mean.
+        strength: from 0, the same for all, to 1.
+
+    Returns:
+        One budget a layer with an exact sum; a larger value never gets more rows.
+    """
+    classes, n_layers = three_classes(values), len(values)
+    given = classes.count(2)
+    if given == 0:
+        return [avg_budget] * n_layers
+    part = 1.0 - 0.7 * strength
+    low = part * avg_budget
+    high = (n_layers - given * part) * avg_budget / (n_layers - given)
+    order = sorted(range(n_layers), key=lambda i: values[i])
+    shares = [low if classes[i] == 2 else high for i in order]
+    rows = rounded(raised(shares, least), n_layers * avg_budget)
+    out = [0] * n_layers
+    for i, n in zip(order, rows, strict=True):
+        out[i] = n
+    return out

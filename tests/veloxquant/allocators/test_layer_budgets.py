@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from veloxquant.allocators.layer_budgets import pyramid_budgets
+from veloxquant.allocators.layer_budgets import class_budgets, pyramid_budgets, three_classes
 
 
 @given(
@@ -41,3 +41,42 @@ def test_the_pyramids_of_the_paper() -> None:
 def test_what_cannot_be_is_refused(bad: tuple[int, int, int, float]) -> None:
     with pytest.raises(ValueError, match=r"must be|at least"):
         pyramid_budgets(*bad)
+
+
+# ---- classes of layers ----------------------------------------------------------------------
+
+VALUES = [0.9, 0.2, 0.91, 0.5, 0.21, 0.92, 0.52, 0.19]
+
+
+def test_the_class_of_largest_values_gives_up_rows() -> None:
+    budgets = class_budgets(VALUES, 512, 12)
+    assert [b < 512 for b in budgets] == [v > 0.8 for v in VALUES]
+    assert budgets[0] in (153, 154)
+    assert sum(budgets) == 8 * 512
+    assert class_budgets(VALUES, 512, 12, 0.0) == [512] * 8
+
+
+@given(
+    values=st.lists(st.floats(0, 1), min_size=1, max_size=40),
+    room=st.integers(1, 500),
+    least=st.integers(8, 30),
+    strength=st.floats(0, 1),
+)
+def test_classes_keep_the_mean_and_the_order(
+    values: list[float], room: int, least: int, strength: float
+) -> None:
+    budgets = class_budgets(values, least + room, least, strength)
+    assert sum(budgets) == len(values) * (least + room)
+    assert min(budgets) >= least
+    pairs = sorted(zip(values, budgets, strict=True), key=lambda pair: (pair[0], -pair[1]))
+    assert [b for _, b in pairs] == sorted(budgets, reverse=True)
+
+
+@pytest.mark.parametrize("values", [[0.5] * 6, [0.1, 0.9], [0.3], [0.1, 0.1, 0.9, 0.9]])
+def test_fewer_than_three_values_change_nothing(values: list[float]) -> None:
+    assert class_budgets(values, 100, 12) == [100] * len(values)
+
+
+def test_classes_do_not_depend_on_scale_and_shift() -> None:
+    other = [3.0 * v - 40.0 for v in VALUES]
+    assert three_classes(other) == three_classes(VALUES) == [2, 0, 2, 1, 0, 2, 1, 0]
