@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from veloxquant.cache.evicting import POSITIONS
 from veloxquant.cache.scorers import Rows, Scorer
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.quantizers.a2ats_rope import PositionCode
@@ -70,7 +71,8 @@ class ValueLeverage(Scorer):
     def _sides(self, rows: Rows, start: int) -> tuple[mx.array, mx.array]:
         """Keys without position, and values, of the rows from `start` on."""
         keys, values = rows.keys()[:, :, start:], rows.values()[:, :, start:]
-        at = rows.kept_positions()[..., start:]
+        held = rows.columns.get(POSITIONS)
+        at = mx.arange(start, rows.rows) if held is None else held[..., start:]
         return self.position.turn(keys.astype(mx.float32), -at), values
 
     def _rate(self, rows: Rows, start: int) -> mx.array:
@@ -105,10 +107,7 @@ class ValueLeverage(Scorer):
         Raises:
             CacheStateError: when it is not two bases of this rank.
         """
-        keys, values = saved
-        if keys is None and values is None:
-            self.bases = None
-            return
-        if any(a is None or a.ndim != 4 or a.shape[-1] != self.rank for a in saved):
+        held: list[mx.array] = [a for a in saved if a is not None]
+        if len(held) not in (0, 2) or any(a.ndim != 4 or a.shape[-1] != self.rank for a in held):
             raise CacheStateError(f"the saved bases of leverage are not of rank {self.rank}")
-        self.bases = (keys, values)
+        self.bases = (held[0], held[1]) if held else None

@@ -189,7 +189,8 @@ class QFiltersKVCache(EvictingCache):
             first = self.rows - queries.shape[2]
             weights = attention_rows(queries, self.keys(), self.newest.scale, first)
             mass = mx.take_along_axis(weights.mean(axis=(2, 3)), keep, axis=-1)
-            found, what = mass.sum(axis=-1).mean().item(), "of the newest queries' attention"
+            held: Any = mass.sum(axis=-1).mean().item()
+            found, what = float(held), "of the newest queries' attention"
             self.watches = False
         elif self.fidelity == "proxy":
             found, what = keep.shape[-1] / self.offset, "of all tokens"

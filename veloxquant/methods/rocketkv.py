@@ -184,7 +184,8 @@ class RocketKVKVCache(EvictingCache):
         read[chosen] = True
         first = min(pages * self.page_size, self.rows - max(0, min(keep_recent, self.rows)))
         read = read | (rows >= first)
-        return mx.sort(mx.where(read, rows, self.rows))[: int(read.sum().item())]
+        count: Any = read.sum().item()
+        return mx.sort(mx.where(read, rows, self.rows))[:count]
 
     # ---- state --------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ the query and any of its rows.
 Source: RocketKV (arXiv 2502.14051), section 3.3.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -153,7 +153,7 @@ def page_numbers(pages: mx.array, page_size: int) -> mx.array:
 def gather_page_tokens(page_indices: mx.array, page_size: int, n_tokens: int) -> mx.array:
     """Rows int32 of pages (n,); those past the end of a short last page are left out."""
     rows = page_numbers(page_indices.astype(mx.int32), page_size)
-    held = int((rows < n_tokens).sum().item())
+    held: Any = (rows < n_tokens).sum().item()
     return mx.sort(rows)[:held]
 
 
