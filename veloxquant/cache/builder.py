@@ -7,6 +7,7 @@ from typing import Any
 from veloxquant.cache.calibration import artifacts_for
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.coordinators import LayerGroup, groups_for
+from veloxquant.cache.layouts.eviction import storage_specs
 from veloxquant.cache.probe import ModelPlan, native_caches, probe, replace_plain
 from veloxquant.cache.table import MethodRow, row_of
 from veloxquant.config.kv_cache import STANDALONE_METHODS, KVCacheConfig
@@ -27,10 +28,17 @@ def build_layer(
     row = row_of(config.method)
     row.check(config)
     cache = row.load().build(config, shape, context or LayerContext(seed=config.seed))
-    cache.use_kernels = config.use_metal_kernels
+    _apply_common(cache, config)
     if context is not None and context.views:
         cache.returns = "views"
     return cache
+
+
+def _apply_common(cache: Any, config: KVCacheConfig) -> None:
+    """Settings that every method takes alike."""
+    cache.use_kernels = config.use_metal_kernels
+    if (specs := storage_specs(config)) is not None:
+        cache.hold_in(*specs)
 
 
 class KVCacheFactory:
@@ -141,7 +149,7 @@ def new_caches(plan: ModelPlan, config: KVCacheConfig) -> list[Any]:
         )
         cache = module.build(own, layer.shape, context)
         cache.returns = plan.returns
-        cache.use_kernels = config.use_metal_kernels
+        _apply_common(cache, config)
         cache.mask_axes = plan.mask_axes
         return cache
 

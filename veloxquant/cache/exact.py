@@ -1,7 +1,8 @@
 """Caches that keep rows as they came and give some of them up.
 
 Rows go into the stores at once and attention reads them there, with mlx's own kernel: until the
-first eviction the output is that of the plain cache, bit for bit.
+first eviction the output is that of the plain cache, bit for bit. Or they are packed in a form that
+codes tokens one by one, and attention reads that.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from veloxquant.cache.store import Store
 from veloxquant.cache.view import CacheView
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.sizes import WINDOW_STEP, LayerShape
+from veloxquant.quantizers.sizes import WINDOW_STEP, CodecSpec, LayerShape
 from veloxquant.quantizers.specs.plain import PlainSpec
 
 
@@ -27,9 +28,20 @@ class ExactRows(LayerCache):
     def __init__(self, shape: LayerShape, method: str) -> None:
         super().__init__()
         self.method = method
+        self._dims = (shape.k_dim, shape.v_dim)
         self.key_rows = Store(codec_for(PlainSpec(), shape.k_dim), WINDOW_STEP)
         self.value_rows = Store(codec_for(PlainSpec(), shape.v_dim), WINDOW_STEP)
         self.evicted = 0
+
+    def hold_in(self, keys: CodecSpec, values: CodecSpec) -> None:
+        """Pack rows in these forms; while the cache is empty.
+
+        New rows are then attended at full precision once, and packed when the next ones come.
+        """
+        assert not self.rows
+        self.key_rows = Store(codec_for(keys, self._dims[0]), WINDOW_STEP)
+        self.value_rows = Store(codec_for(values, self._dims[1]), WINDOW_STEP)
+        self.writes_through = False
 
     def streams(self) -> tuple[Sequence[Store], Sequence[Store]]:
         """The two stores."""
@@ -58,7 +70,7 @@ class ExactRows(LayerCache):
         pairs = queries.shape[0] * queries.shape[1] * queries.shape[2] * self.rows
         on_cpu = mx.default_device() == mx.cpu
         too_wide = on_cpu and pairs * COMPUTE_ITEMSIZE > SCORE_BYTES
-        if too_wide or len(self.runs()[0]) != 1:
+        if too_wide or not self.writes_through or len(self.runs()[0]) != 1:
             return super().attend(queries, view, scale, mask, sinks, owner=owner)
         if view.shape[2] != self.rows:
             raise CacheStateError(

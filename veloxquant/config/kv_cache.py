@@ -61,6 +61,7 @@ MethodName = Literal[
 ]  # fmt: skip
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
 BASELINE = "fp16"
+EVICTION_STORAGE = ("exact", "affine8", "affine4", "turboquant4")
 STANDALONE_METHODS = frozenset({"polar", "qjl", "spectral", "turboquant_mse", "turboquant_prod"})
 
 
@@ -154,6 +155,8 @@ class KVCacheConfig(
     fused_sdpa: bool | None = False
     fused_sdpa_max_ctx: int | None = None
     fused_sdpa_memory_bound: bool = False
+    eviction_storage: str = "exact"
+    """Form of the rows that an evicting method keeps, one of `EVICTION_STORAGE`; ours."""
 
     def __post_init__(self) -> None:
         """Warn about flat method fields, then let `options` fill what is at its default."""

@@ -4,6 +4,7 @@ Every refusal names the field, the value and what is legal.
 """
 
 from veloxquant.config.checks import CHECKS
+from veloxquant.config.checks.eviction import check_storage
 from veloxquant.config.kv_cache import (
     BASELINE,
     FIELD_OWNER,
@@ -42,5 +43,6 @@ def check(config: KVCacheConfig, options: type | None = None) -> None:
                 f"{field}={getattr(config, field)!r} is an option of {FIELD_OWNER[field]}; "
                 f"method {config.method!r} would ignore it"
             )
+    check_storage(config)
     if rule := CHECKS.get(config.method):
         rule(config)

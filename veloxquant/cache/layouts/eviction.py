@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from veloxquant.cache.layouts.base import SizeOf
 from veloxquant.cache.plans import COMPUTE_ITEMSIZE, PREFILL_CHUNK, exact_workspace, workspace
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.quantizers.sizes import WINDOW_STEP, Held, LayerShape, round_up
+from veloxquant.quantizers.sizes import WINDOW_STEP, CodecSpec, Held, LayerShape, round_up
+from veloxquant.quantizers.specs.affine import AffineTokenSpec
+from veloxquant.quantizers.specs.codebook import CodebookSpec
 
 EVICTION_SLACK = WINDOW_STEP
 """Rows by which an evicting store may exceed its budget: its growth step."""
@@ -83,14 +85,51 @@ def morphkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     return kept_held(shape, tokens, rows, Extra(ring=config.morphkv_window))
 
 
+def storage_specs(config: KVCacheConfig) -> tuple[CodecSpec, CodecSpec] | None:
+    """Forms of kept keys and values, None for rows as they came."""
+    match config.eviction_storage:
+        case "affine8" | "affine4" as form:
+            spec = AffineTokenSpec(int(form.removeprefix("affine")), STORAGE_GROUP)
+            return spec, spec
+        case "turboquant4":
+            return (
+                CodebookSpec(4, config.seed, unbiased=True),
+                CodebookSpec(4, config.seed + 1, unbiased=False),
+            )
+        case _:
+            return None
+
+
+def stored(size: SizeOf) -> SizeOf:
+    """The same method with its rows in the form of `eviction_storage`."""
+
+    def packed(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+        held = size(config, shape, tokens)
+        if (specs := storage_specs(config)) is None or not held.rows:
+            return held
+        capacity = round_up(held.rows, WINDOW_STEP)
+        exact = shape.full_bytes(capacity)
+        rows = shape.n_kv_heads * sum(
+            spec.nbytes(capacity, dim, shape.itemsize)
+            for spec, dim in zip(specs, (shape.k_dim, shape.v_dim), strict=True)
+        )
+        nbytes = held.nbytes - exact + rows
+        work = max(held.work, workspace(shape, tokens, PREFILL_CHUNK))
+        return Held(nbytes, held.rows, (held.peak - held.work) * rows // exact + work, work)
+
+    return packed
+
+
+STORAGE_GROUP = 32
+"""Channels that share a scale where kept rows are packed."""
 SCORED = Extra(numbers=1, scored=3)
 HELD: dict[str, SizeOf] = {
     "streaming_llm": streaming_llm_held,
-    "snapkv": budget_held("snap_budget"),
-    "h2o": budget_held("h2o_budget", SCORED),
-    "tova": budget_held("tova_budget", Extra(ring=1)),
-    "keyformer": budget_held("keyformer_budget", Extra(numbers=1, scored=5)),
-    "morphkv": morphkv_held,
+    "snapkv": stored(budget_held("snap_budget")),
+    "h2o": stored(budget_held("h2o_budget", SCORED)),
+    "tova": stored(budget_held("tova_budget", Extra(ring=1))),
+    "keyformer": stored(budget_held("keyformer_budget", Extra(numbers=1, scored=5))),
+    "morphkv": stored(morphkv_held),
     "cam": budget_held("cam_budget", SCORED),
-    "knorm": budget_held("knorm_budget", Extra(numbers=1, whole_prompt=False)),
+    "knorm": stored(budget_held("knorm_budget", Extra(numbers=1, whole_prompt=False))),
 }
