@@ -17,6 +17,8 @@ import mlx.core as mx
 import numpy as np
 
 PLAIN, AFFINE_TOKEN, AFFINE_CHANNEL, CODEBOOK, VECTOR, SPARSE, POLAR = range(7)
+FORMS = 3
+"""Version of the forms that the compiled library must have: `VQ_FORMS` in its sources."""
 MAX_ROWS = 64
 MAX_DIM = 512
 POLYNOMIAL_BITS = 4
@@ -150,7 +152,8 @@ def library() -> ctypes.CDLL | None:
         try:
             lib = ctypes.CDLL(str(path))
             lib.vq_abi.restype = ctypes.c_int
-            if lib.vq_abi() != ctypes.sizeof(_Run) * 1000 + ctypes.sizeof(_Call):
+            sizes = ctypes.sizeof(_Run) * 1000 + ctypes.sizeof(_Call)
+            if lib.vq_abi() != FORMS * 10_000_000 + sizes:
                 continue
         except (OSError, AttributeError):
             continue
@@ -233,7 +236,7 @@ def attend(
     mask: np.ndarray | None,
     threads: int,
     added: frozenset[int] = frozenset(),
-) -> None:
+) -> bool:
     """Attention of one layer and step, from packed arrays that are evaluated already.
 
     Args:
@@ -249,8 +252,11 @@ def attend(
         threads: most threads to use.
         added: identities of runs that cover the tokens of the run before them and add to it.
 
+    Returns:
+        False when the kernel does not take these shapes; nothing is written then.
+
     Raises:
-        RuntimeError: when the kernel refuses the shape or memory runs out.
+        MemoryError: when the kernel finds no memory for the scores.
     """
     lib = library()
     assert lib is not None
@@ -273,9 +279,9 @@ def attend(
         call.mask = mask.ctypes.data
         call.mask_batch = mask.shape[1] * mask.shape[2] if len(mask) > 1 else 0
     status = lib.vq_attend(ctypes.byref(call), threads)
-    if status:
-        reason = "the shape is not supported" if status == 1 else "memory ran out"
-        raise RuntimeError(f"packed attention failed: {reason}")
+    if status > 1:
+        raise MemoryError(f"packed attention found no memory for the scores of {tokens} tokens")
+    return status == 0
 
 
 def decode(run: NativeRun, dim: int, threads: int) -> np.ndarray | None:

@@ -117,5 +117,5 @@ int vq_decode(const vq_rows *call, int threads) {
     return 0;
 }
 
-/* Sizes of the structures, so that a caller built against another layout notices. */
-int vq_abi(void) { return (int)(sizeof(vq_run) * 1000 + sizeof(vq_call)); }
+/* Version of the forms and sizes of the structures, so that a caller built against another layout notices. */
+int vq_abi(void) { return VQ_FORMS * 10000000 + (int)(sizeof(vq_run) * 1000 + sizeof(vq_call)); }

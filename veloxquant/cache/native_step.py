@@ -22,7 +22,7 @@ def attend_native(
     mask: mx.array | str | None,
     sinks: mx.array | None,
 ) -> mx.array | None:
-    """Attention of folded queries (B, H, M, D), scaled, in fp32; None if a run has no such form.
+    """Attention of folded queries (B, H, M, D), scaled, in fp32; None if the kernel cannot.
 
     The kernel reads the buffers where they are, so everything is evaluated first: on the CPU this
     costs a synchronisation a layer and saves more than it costs.
@@ -49,7 +49,7 @@ def attend_native(
         if id(run.basis) not in outs:
             outs[id(run.basis)] = np.zeros(shape, dtype=np.float32)
     elements = sum((r.stop - r.start) * r.width for r in runs) * batch * heads
-    native.attend(
+    done = native.attend(
         [queries[id(r.basis)] for r in key_runs],
         key_runs,
         value_runs,
@@ -62,6 +62,8 @@ def attend_native(
         threads=dispatch.threads(elements),
         added=frozenset(id(r) for part in (*key_parts, *value_parts) for r in part[1:]),
     )
+    if not done:
+        return None
     total: mx.array | None = None
     bases = {id(r.basis): r.basis for r in value_runs}
     for key, out in outs.items():
