@@ -41,7 +41,7 @@ class GroupedCache(ComposedCache):
         self._borrow()
 
     def _borrow(self) -> None:
-        if self.index:
+        if self.index and self.keys_stream.is_together:
             for own, first in zip(self.sides(), self.group.members[0].sides(), strict=True):
                 own.body.lender = first.body
 

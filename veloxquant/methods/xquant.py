@@ -6,7 +6,7 @@ squares, and residuals at `xquant_residual_bits` (0: none, as published). The ne
 stays exact.
 Source: Yang et al., XQuant, 2025, arXiv 2510.11236. Differs: scales by least squares; residuals;
 at one and two bits the grids of the other affine methods instead of shrunken ends, at the same
-error; tokens beyond `xquant_max_ctx` stay exact. Layers that turn keys differently are not grouped.
+error; buffers grow past `xquant_max_ctx`. Layers that turn keys differently are not grouped.
 """
 
 from functools import partial

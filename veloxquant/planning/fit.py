@@ -6,14 +6,17 @@ follow too; there is no second table of ratios.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
+from veloxquant.cache.layouts.latent import GROUPS, Shares, mean_held, shares_of
 from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.cache.table import TABLE, MethodRow, row_of
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.planning.method_settings import SettingsError, config_of
 from veloxquant.planning.model_shape import ModelShape
+from veloxquant.quantizers.sizes import Held, LayerShape
 
 Limit = Literal["weights", "kv", "prompt phase", "native context"]
 PROGRAM_BYTES = 192 << 20
@@ -90,6 +93,12 @@ class FitRow:
         return asdict(self)
 
 
+def _mean_held(shares: Shares, config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """What a layer holds on average where layers share."""
+    del config
+    return mean_held(shares, shape, tokens)
+
+
 class Sizer:
     """Bytes of one method and model at any length.
 
@@ -110,6 +119,9 @@ class Sizer:
             self.row.load()
             raise QuantizerConfigError(f"method {config.method!r} gives no size")
         self._held = self.row.held
+        if config.method in GROUPS:
+            n_layers = sum(count for _, count in model.layers)
+            self._held = partial(_mean_held, shares_of(config, n_layers))
 
     def rows(self, tokens: int) -> int:
         """Tokens that the first compressed layer keeps of `tokens`."""

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from veloxquant.cache.layouts.latent import GROUPS, mean_held, shares_of
 from veloxquant.cache.table import TABLE, held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
@@ -56,7 +57,10 @@ def test_the_longest_context_fits_and_stays_within_the_native_one(method: str, r
 def test_bytes_are_those_of_the_method_table(method: str) -> None:
     config = KVCacheConfig(method=method)
     need = Sizer(model(), config).need(5000, batch=3)
-    assert need.kv == 3 * 36 * held(config, SHAPE, 5000).nbytes
+    one = held(config, SHAPE, 5000).nbytes
+    if method in GROUPS:
+        one = mean_held(shares_of(config, 36), SHAPE, 5000).nbytes
+    assert need.kv == 3 * 36 * one
 
 
 @pytest.mark.parametrize("method", READY)

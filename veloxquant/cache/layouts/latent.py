@@ -1,17 +1,20 @@
 """Layouts of the methods that keep latents, or share them among layers."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
 from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
 from veloxquant.cache.plans import (
+    PREFILL_CHUNK,
     After,
     LayerPlan,
     Schedule,
     StreamPlan,
     Trailing,
     WholeBlocks,
+    workspace,
 )
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import Held, LayerShape
@@ -91,13 +94,12 @@ def xquant_groups(config: KVCacheConfig, n_layers: int) -> list[tuple[int, ...]]
 def xquant_plan(config: KVCacheConfig, index: int = 0, size: int = 1) -> LayerPlan:
     """Keys per channel and values per token behind a window of one group of tokens."""
     group, base = config.xquant_group_quant_size, config.xquant_base_bits
-    limit = config.xquant_max_ctx // group * group
 
     def side(kind: type[AffineChannelSpec] | type[AffineTokenSpec]) -> StreamPlan:
         spec = SharedCodesSpec(
             kind(base, group), config.xquant_residual_bits, index=index, size=size
         )
-        return StreamPlan(spec, Below(limit + group, Trailing(group, group)))
+        return StreamPlan(spec, Trailing(group, group))
 
     return LayerPlan(side(AffineChannelSpec), side(AffineTokenSpec))
 
@@ -119,6 +121,13 @@ def minicache_plan(config: KVCacheConfig, index: int = 0, size: int = 1) -> Laye
     limit = config.minicache_max_ctx // spec.block * spec.block
     stream = StreamPlan(spec, Below(limit, WholeBlocks(spec.block)), MINICACHE_SINKS)
     return LayerPlan(stream, stream)
+
+
+def minicache_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """A layer by itself: exact rows that are read tile by tile, as packed ones are."""
+    nbytes = minicache_plan(config).nbytes(shape, tokens)
+    work = workspace(shape, tokens, PREFILL_CHUNK)
+    return Held(nbytes, tokens, nbytes + work, work)
 
 
 def xkv_groups(config: KVCacheConfig, n_layers: int) -> list[tuple[int, ...]]:
@@ -152,16 +161,25 @@ PLANS: dict[str, Callable[[KVCacheConfig, int, int], LayerPlan]] = {
 }
 
 
-def mean_held(config: KVCacheConfig, shape: LayerShape, tokens: int, n_layers: int) -> Held:
-    """What a layer holds on average in a model of `n_layers` alike that share as they should."""
-    plan = PLANS[config.method]
-    each = [
-        plan(config, index, len(layers)).held(shape, tokens)
+Shares = tuple[tuple[LayerPlan, int], ...]
+
+
+def shares_of(config: KVCacheConfig, n_layers: int) -> Shares:
+    """Plans of the layers of a model, and how many layers have each."""
+    places = Counter(
+        (index, len(layers))
         for layers in GROUPS[config.method](config, n_layers)
         for index in range(len(layers))
-    ]
-    nbytes = -(-sum(h.nbytes for h in each) // len(each))
-    return Held(nbytes, tokens, max(h.peak for h in each), max(h.work for h in each))
+    )
+    return tuple((PLANS[config.method](config, *place), n) for place, n in places.items())
+
+
+def mean_held(shares: Shares, shape: LayerShape, tokens: int) -> Held:
+    """What a layer holds on average in a model whose layers share as they should."""
+    each = [(plan.held(shape, tokens), n) for plan, n in shares]
+    nbytes = -(-sum(h.nbytes * n for h, n in each) // sum(n for _, n in each))
+    work = max(h.work for h, _ in each)
+    return Held(nbytes, tokens, nbytes + work, work)
 
 
 HELD: dict[str, SizeOf] = {
@@ -169,10 +187,10 @@ HELD: dict[str, SizeOf] = {
         {
             "svdq": svdq_plan,
             "xquant": xquant_plan,
-            "minicache": minicache_plan,
             "xkv": xkv_plan,
         }
     ),
+    "minicache": minicache_held,
     "palu": palu_held,
 }
 """A layer by itself; for layers that share see `mean_held`."""
