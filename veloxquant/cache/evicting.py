@@ -5,7 +5,7 @@ beyond the budget go before the next rows come. Attention of a step that evicts 
 what was held.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -175,19 +175,38 @@ class EvictingCache(ExactRows):
         counters = [self.evicted, self.since_eviction, self._in_prompt, self._due]
         return [*counters, dict(self.columns), self.scorer.saved()]
 
+    def _check_columns(self, columns: Mapping[str, mx.array]) -> None:
+        rows = self.rows
+        batch, heads = self._known_shape()[:2] if columns else (1, 1)
+        for name, column in columns.items():
+            lead = tuple(column.shape[:2])
+            if (
+                column.ndim < 3
+                or column.shape[-1] != rows
+                or lead
+                not in (
+                    (batch, heads),
+                    (batch, 1),
+                )
+            ):
+                raise CacheStateError(
+                    f"column {name!r} of shape {tuple(column.shape)} does not fit {rows} rows"
+                )
+        if (places := columns.get(POSITIONS)) is not None and rows:
+            inside = (places >= 0) & (places < self.offset)
+            if places.dtype != mx.int32 or not inside.all().item():
+                raise CacheStateError(
+                    f"column {POSITIONS!r} holds more than positions of {self.offset} tokens"
+                )
+
     def restore_extra(self, saved: list[Any]) -> None:
         """Take back what `extra_state` gave.
 
         Raises:
-            CacheStateError: when a column does not fit the rows.
+            CacheStateError: when a column does not fit the rows or tokens.
         """
         evicted, since, in_prompt, due, columns, scorer = saved
-        rows = self.rows
-        for name, column in (columns or {}).items():
-            if column.ndim < 3 or column.shape[-1] != rows:
-                raise CacheStateError(
-                    f"column {name!r} of shape {tuple(column.shape)} does not fit {rows} rows"
-                )
+        self._check_columns(columns or {})
         self.evicted, self.since_eviction = int(evicted), int(since)
         self._in_prompt, self._due = bool(in_prompt), bool(due)
         self.columns = {name: column[...] for name, column in (columns or {}).items()}

@@ -216,6 +216,15 @@ class AnchorCodec(ClassedCodec):
             out |= {f"{name}{part.number}": a for name, a in packed.items()}
         return out
 
+    def fault(self, packed: Packed) -> str | None:
+        """Tokens of anchors that came later or not at all."""
+        for part in self.parts:
+            ids = packed[f"i{part.number}"].astype(mx.uint32)
+            blocks = mx.arange(ids.shape[2], dtype=mx.uint32) // part.tokens
+            if (ids >= (blocks[:, None] + 1) * self.spec.anchors).any().item():
+                return f"array 'i{part.number}' is damaged: it names anchors that are not there"
+        return super().fault(packed)
+
     def by_class(self, packed: Packed) -> list[tuple[Part, Packed]]:
         """The arrays of each class, with all anchors."""
         return [(part, own | {"a": packed["a"]}) for part, own in super().by_class(packed)]

@@ -1,6 +1,7 @@
 """What a codec is: vectors in, packed arrays out, and products computed from the packed form."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ __all__ = [
     "Shared",
     "TokenAxis",
     "compute_dtype",
+    "is_order",
 ]
 
 Packed = dict[str, mx.array]
@@ -46,6 +48,8 @@ class Codec(Protocol):
     spec: CodecSpec
     dim: int
     axes: Mapping[str, TokenAxis]
+    limits: Mapping[str, int]
+    """Arrays whose values are places in something, and the number that these stay below."""
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D), n a multiple of `spec.block`."""
@@ -70,6 +74,10 @@ class Codec(Protocol):
         """All tokens of the given arrays, unpacked: (B, H, T, D)."""
         ...
 
+    def fault(self, packed: Packed) -> str | None:
+        """What is impossible in arrays from a file beyond `limits`, None if nothing is."""
+        ...
+
 
 class FittedCodec(Codec, Protocol):
     """A codec whose constants are fitted once, to the first `spec.fit_tokens` tokens of a store.
@@ -92,8 +100,21 @@ def compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
     return dtype if mx.default_device() == mx.gpu else mx.float32
 
 
+def is_order(index: mx.array) -> bool:
+    """Whether the last axis of integers holds each of its places once; waits for the array."""
+    places = mx.arange(index.shape[-1], dtype=index.dtype)
+    return bool((mx.sort(index, axis=-1) == places).all().item())
+
+
 class Shared:
-    """Base of codecs: copies of a cache share their codec."""
+    """Base of codecs: copies of a cache share their codec, and any words are codes."""
+
+    limits: Mapping[str, int] = MappingProxyType({})
+
+    def fault(self, packed: Packed) -> str | None:
+        """Nothing: the shapes of the arrays say it all."""
+        del packed
+        return None
 
     def __deepcopy__(self, memo: object) -> "Shared":
         """Constants are shared by copies."""

@@ -48,6 +48,7 @@ class BoostedCodec(Shared):
         self.extra = spec.high - spec.low
         page = TokenAxis(2, 1, spec.group)
         self.axes = {**self.base.axes, **({"h": page, "c": page} if self.count else {})}
+        self.limits = {"c": dim} if self.count else {}
         self._index = mx.uint8 if index_bytes(dim) == 1 else mx.uint16
 
     # ---- coding -------------------------------------------------------------------------

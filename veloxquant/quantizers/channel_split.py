@@ -7,7 +7,7 @@ are found once, in the first tokens of each head, so that tokens stay independen
 import mlx.core as mx
 
 from veloxquant.kernels.native import Basis, NativeRun
-from veloxquant.quantizers.base import Codec, NativeParts, Packed, Shared
+from veloxquant.quantizers.base import Codec, NativeParts, Packed, Shared, is_order
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.specs.channel_split import ChannelSplitSpec
 
@@ -46,6 +46,17 @@ class ChannelSplitCodec(Shared):
         )
         self.axes = {_QUIET + name: axis for name, axis in self.quiet.axes.items()}
         self.axes |= {_LOUD + name: axis for name, axis in self.loud.axes.items()}
+
+        self.limits = {_QUIET + name: n for name, n in self.quiet.limits.items()}
+        self.limits |= {_LOUD + name: n for name, n in self.loud.limits.items()}
+
+    def fault(self, packed: Packed) -> str | None:
+        """An order that is none, or what is impossible in the arrays of a side."""
+        if not is_order(packed[_ORDER]):
+            return f"array {_ORDER!r} is damaged: it is no order of the channels"
+        sides = ((self.quiet, _QUIET), (self.loud, _LOUD))
+        found = (codec.fault(_side(packed, prefix)) for codec, prefix in sides)
+        return next((text for text in found if text), None)
 
     def fit(self, x: mx.array) -> Packed:
         """Order of channels by mean magnitude; both sides keep their channels ascending."""

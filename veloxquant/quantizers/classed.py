@@ -50,6 +50,11 @@ class ClassedCodec(Shared):
                 self.axes[f"{name}{part.number}"] = TokenAxis(
                     axis, num * part.tokens, den * spec.size
                 )
+        self.limits = {
+            f"{name}{part.number}" if name in part.codec.axes else name: limit
+            for part in self.parts
+            for name, limit in part.codec.limits.items()
+        }
 
     # ---- coding -------------------------------------------------------------------------
 
@@ -101,6 +106,11 @@ class ClassedCodec(Shared):
     def map_of(self, classes: mx.array) -> mx.array:
         """Classes (B, H, n) as they are kept: (B, H, n·bits/32) uint32."""
         return pack(classes, self.spec.map_bits)
+
+    def fault(self, packed: Packed) -> str | None:
+        """What is impossible in the arrays of a class; any map of classes can be read."""
+        found = (part.codec.fault(own) for part, own in self.by_class(packed))
+        return next((text for text in found if text), None)
 
     # ---- order --------------------------------------------------------------------------
 

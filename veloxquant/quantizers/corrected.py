@@ -42,6 +42,7 @@ class CorrectedCodec(Shared):
             self.axes |= {"a": TokenAxis(2), "m": by_block, "e": by_block}
         if self.slots:
             self.axes |= {"sv": TokenAxis(2), "si": TokenAxis(2)}
+            self.limits = {"si": dim}
 
     def _blocks(self, x: mx.array) -> mx.array:
         """(B, H, T, ...) cut into (B, H, N, C, ...)."""

@@ -142,6 +142,24 @@ class _HeadBitsCodec(Shared):
         marks = (number << 16) | (head.astype(mx.uint32) << 8) | level.astype(mx.uint32)
         return {"x": pack(codes, unit), "t": marks}
 
+    def fault(self, packed: Packed) -> str | None:
+        """Marks of other blocks than those they lie in, or of heads and planes that are none.
+
+        Room that is not used yet is marked 0.
+        """
+        marks, numbers = packed["t"], packed["n"]
+        _, heads, blocks = numbers.shape
+        most = self.spec.units[1]
+        edges = [self.spec.tiles.after(i) for i in range(blocks + 1)]
+        own = mx.array(np.repeat(np.arange(blocks), np.diff(edges)).astype(np.uint32))
+        lost = (marks >> 16 != own) | ((marks >> 8) & 255 >= heads) | (marks & 255 >= most)
+        if marks.size and (lost & (marks != 0)).any().item():
+            return "array 't' is damaged: tiles belong to no head of their block"
+        odd = (numbers >> 8 != mx.arange(blocks, dtype=mx.uint32)) | (numbers & 255 > most)
+        if numbers.size and (odd & (numbers != 0)).any().item():
+            return "array 'n' is damaged: blocks are not in their order"
+        return None
+
     # ---- reading ------------------------------------------------------------------------
 
     def _lines(self, packed: Packed) -> tuple[mx.array, mx.array, mx.array]:

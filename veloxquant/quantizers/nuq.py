@@ -58,6 +58,7 @@ class _NuqCodec(Shared):
         self._index = mx.uint8 if index_bytes(dim) == 1 else mx.uint16
         names = ("w", "v", "i") if self.count else ("w",)
         self.axes = {name: TokenAxis(2) for name in names}
+        self.limits = {"i": dim} if self.count else {}
         if spec.refit:
             self.axes |= {name: TokenAxis(2, 1, spec.refit) for name in self.constants}
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from veloxquant.kernels.native import NativeRun
 from veloxquant.quantizers.affine import AffineTokenCodec
-from veloxquant.quantizers.base import Packed, Shared
+from veloxquant.quantizers.base import Packed, Shared, is_order
 from veloxquant.quantizers.fitted import for_batch
 from veloxquant.quantizers.specs.grouped import PermutedSpec, index_bytes
 
@@ -104,6 +104,12 @@ class PermutedCodec(Shared):
                     best, least = mx.where(lost < least, factor, best), mx.minimum(lost, least)
             out["clip"] = best
         return out
+
+    def fault(self, packed: Packed) -> str | None:
+        """An order that is none."""
+        if "order" not in packed or is_order(packed["order"]):
+            return None
+        return "array 'order' is damaged: it is no order of the channels"
 
     def _lost(self, x: mx.array, factor: float, dtype: mx.Dtype) -> mx.array:
         """Squared error of reordered fp32 rows with one factor: (B, H, 1, 1)."""

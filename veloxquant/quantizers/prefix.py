@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from veloxquant.kernels.native import PLAIN, NativeRun
 from veloxquant.quantizers.affine import AffineTokenCodec
-from veloxquant.quantizers.base import NativeParts, Packed, Shared
+from veloxquant.quantizers.base import NativeParts, Packed, Shared, is_order
 from veloxquant.quantizers.saliency import rank
 from veloxquant.quantizers.specs.tiered import PrefixTokenSpec
 
@@ -91,6 +91,10 @@ class PrefixTokenCodec(Shared):
     def encode_fitted(self, x: mx.array, fitted: Packed) -> Packed:
         """Pack (B, H, n, D), every token alone."""
         return self.rows.encode(mx.contiguous(self._first(x, fitted)))
+
+    def fault(self, packed: Packed) -> str | None:
+        """An order that is none."""
+        return None if is_order(packed["p"]) else "array 'p' is damaged: it is no order"
 
     def _first(self, x: mx.array, packed: Packed) -> mx.array:
         return mx.take_along_axis(x, packed["p"], axis=-1)[..., : self.kept]

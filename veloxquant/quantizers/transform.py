@@ -67,6 +67,7 @@ class TransformCodec(Shared):
         self.axes = {"w": TokenAxis(2)}
         self.words, self.kept = spec.words(dim), spec.components(dim)
         self.lanes = 32 * self.words
+        self.limits = {"lane": self.kept * _SPREAD, "bits": len(STEPS)}
 
     # ---- constants ----------------------------------------------------------------------
 
