@@ -68,6 +68,22 @@ def shape_of_rows(cache: Fitted, keys: mx.array, values: mx.array) -> RowShape:
     return shape
 
 
+def check_queries(queries: mx.array, shape: RowShape, dtype: mx.Dtype, most: int) -> None:
+    """Make sure that saved queries may be those of at most `most` tokens of such rows.
+
+    Raises:
+        CacheStateError: naming what does not fit.
+    """
+    batch, heads, dim, _ = shape
+    sizes = tuple(queries.shape)
+    fits = len(sizes) == 4 and (sizes[0], sizes[3]) == (batch, dim) and sizes[1] % heads == 0
+    if not fits or not 0 < sizes[2] <= most or queries.dtype != dtype:
+        raise CacheStateError(
+            f"saved queries are {queries.dtype} of {sizes}; they should be {dtype} of {batch} "
+            f"sequences, a multiple of {heads} heads, at most {most} tokens and {dim} channels"
+        )
+
+
 def check_state(cache: Fitted, offset: Any, dtype: Any, shape: Any, stores: list[Any]) -> None:
     """Make sure that a state may be taken over.
 

@@ -293,7 +293,7 @@ class Store:
         """Make sure that what is used as an index points inside; nothing behind this looks."""
         for name, limit in self.codec.limits.items():
             a = arrays[name]
-            if a.size and (largest := int(a.max().item())) >= limit:
+            if a.size and (largest := cast(int, a.max().item())) >= limit:
                 raise CacheStateError(
                     f"array {name!r} is damaged: it points to place {largest} of {limit}"
                 )

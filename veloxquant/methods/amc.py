@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 
 from veloxquant.cache.context import LayerContext
+from veloxquant.cache.fitting import check_queries
 from veloxquant.cache.layouts.tiered import AMC_BLOCK, AMC_QUERIES, amc_plan
 from veloxquant.cache.paired import ClassStore, PairedCache
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -68,8 +69,25 @@ class AMCKVCache(PairedCache):
         return [self.recent]
 
     def restore_extra(self, saved: list[Any]) -> None:
-        """Take the queries back."""
-        self.recent = saved[0] if saved else None
+        """Take the queries back.
+
+        Raises:
+            CacheStateError: when they are not the newest queries of the tokens held.
+        """
+        recent = saved[0] if saved else None
+        if recent is not None:
+            check_queries(recent, self._known_shape(), self._dtype, min(self.offset, AMC_QUERIES))
+            self.fidelity = "exact"
+        self.recent = recent
+
+    def drop(self, n: int) -> int:
+        """Rewind the tokens and the queries that came with them; older queries are gone."""
+        n = super().drop(n)
+        if self.recent is not None and n:
+            left = self.recent.shape[2] - n
+            self.recent = mx.contiguous(self.recent[:, :, :left]) if left > 0 else None
+            self.fidelity = "proxy" if self.recent is None else "exact"
+        return n
 
     # ---- counters of the documents ------------------------------------------------------
 

@@ -18,7 +18,7 @@ from cache_lab import (
 from veloxquant.cache.table import held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import AMCOptions
-from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.core.exceptions import CacheStateError, QuantizerConfigError
 from veloxquant.dsa.mlx_pack import unpack
 from veloxquant.quantizers.affine import AffineTokenCodec
 from veloxquant.quantizers.prefix import PrefixTokenCodec
@@ -181,3 +181,42 @@ def test_bytes_at_the_documented_defaults() -> None:
 def test_settings_that_cannot_work_are_refused(fields: dict, field: str) -> None:
     with pytest.raises(QuantizerConfigError, match=field):
         filled(random_tokens(1), **fields)
+
+
+def test_rewound_tokens_take_their_queries_with_them() -> None:
+    config = config_of(use_query_saliency=True, query_alpha=1.0)
+    tokens, more = random_tokens(60, seed=11), random_tokens(N, seed=12)
+    cache = new_cache(config, shape_of(tokens))
+    attend(cache, tokens)
+    cache.trim(6)
+    assert same(cache.recent, tokens.queries[:, :, 44:54])
+    cache.trim(49)
+    assert cache.recent is None
+    assert cache.fidelity == "proxy"
+    assert cache.nbytes <= held(config, shape_of(tokens), 5).nbytes
+    fresh = new_cache(config, shape_of(tokens))
+    attend(fresh, tokens.cut(0, 5))
+    for one in (cache, fresh):
+        attend(one, more)
+        one.commit()
+        assert same(one.recent, more.queries[:, :, -16:])
+    assert mx.array_equal(tiers(cache), tiers(fresh)).item()
+    assert cache.nbytes == fresh.nbytes == held(config, shape_of(tokens), 5 + N).nbytes
+    cache.trim(5 + N)
+    assert cache.nbytes == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 16, 64), (1, 4, 16, 17), (1, 4, 17, 64), (2, 4, 16, 64)])
+def test_queries_of_another_cache_are_refused(shape: tuple[int, ...]) -> None:
+    tokens = random_tokens(100, seed=13)
+    config = config_of(use_query_saliency=True, query_alpha=0.5)
+    cache = new_cache(config, shape_of(tokens))
+    attend(cache, tokens)
+    state, twin = cache.state, new_cache(config, shape_of(tokens))
+    assert [a.shape for a in state[-1]] == [(1, 4, 16, 64)]
+    with pytest.raises(CacheStateError, match="saved queries"):
+        twin.state = [*state[:-1], [mx.zeros(shape)]]
+    with pytest.raises(CacheStateError, match="saved queries"):
+        twin.state = [*state[:-1], [state[-1][0].astype(mx.float16)]]
+    twin.state = state
+    assert twin.fidelity == "exact"
