@@ -12,6 +12,7 @@ from veloxquant.cache.persist import _flatten
 from veloxquant.cache.probe import LayerReport, ModelPlan
 from veloxquant.cache.table import TABLE, MethodRow
 from veloxquant.cache.view import CacheView
+from veloxquant.config.common_fields import READERS
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import (
     A2ATSOptions,
@@ -75,7 +76,9 @@ SMALL_OPTIONS: dict[type, Any] = {
 def small_config(row: MethodRow, **fields: Any) -> KVCacheConfig:
     """Windows and budgets of the row's options that a short sequence leaves behind."""
     options = SMALL_OPTIONS.get(row.options)
-    return KVCacheConfig(method=row.name, residual_length=32, options=options, **fields)
+    if row.name in READERS["residual_length"] - {"vecinfer"}:
+        fields.setdefault("residual_length", 32)
+    return KVCacheConfig(method=row.name, options=options, **fields)
 
 
 def roomy_config(row: MethodRow, **fields: Any) -> KVCacheConfig:

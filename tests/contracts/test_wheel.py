@@ -34,7 +34,8 @@ from veloxquant.quantizers.sizes import LayerShape
 outs = {}
 shape = LayerShape(4, 2, 64, 64, 4)
 for method in ("kivi", "turboquant_rvq"):
-    cache = build_layer(KVCacheConfig(method=method, residual_length=32), shape)
+    more = {"residual_length": 32} if method == "kivi" else {}
+    cache = build_layer(KVCacheConfig(method=method, **more), shape)
     cache.returns = "views"
     for length in (200, 1, 1):
         draws = mx.random.split(mx.random.key(length), 3)

@@ -28,8 +28,8 @@ def test_settings_that_cannot_work_are_named(
 
 
 def test_options_reach_the_configuration() -> None:
-    config = config_of(LaunchSpec("m", "streaming_llm", {"stream_window_size": 64, "seed": 3}))
-    assert (config.stream_window_size, config.seed) == (64, 3)
+    config = config_of(LaunchSpec("m", "a2ats", {"a2ats_window": 64, "seed": 3}))
+    assert (config.a2ats_window, config.seed) == (64, 3)
 
 
 def test_the_specification_needs_no_mlx() -> None:

@@ -29,7 +29,7 @@ NATIVE = "mlx-lm plain"
 STOCK = "mlx-lm 4 bit g32"
 
 METHODS: dict[str, tuple[str, int]] = {
-    BASELINE: (BASELINE, 16),
+    BASELINE: (BASELINE, 2),
     "kivi 4 bit": ("kivi", 4),
     "kivi 2 bit": ("kivi", 2),
     "turboquant_rvq 2 bit": ("turboquant_rvq", 2),

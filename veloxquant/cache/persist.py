@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 
 from veloxquant.cache.builder import new_caches
+from veloxquant.cache.layouts.vector import vecinfer_window
+from veloxquant.cache.digests import array_digest, constants_of
 from veloxquant.cache.probe import ModelPlan
 from veloxquant.cache.table import row_of
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -25,15 +28,26 @@ FORMAT_VERSION = 1
 _FORMAT = "veloxquant_cache"
 # Common fields that decide what packed arrays mean; those of the method come beside them.
 _COMMON = ("bit_width_inlier", "seed", "residual_length", "n_sink_tokens")
+_ARRAYS = ("smooth_factors", "key_codebook", "value_codebook")
+_DIGEST = "sha256"
 _MISFIT = (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError)
 
 
 def _settings(config: KVCacheConfig) -> dict[str, Any]:
-    """The settings that a file must share with whoever loads it, as JSON gives them back."""
+    """The settings that a file must share with whoever loads it, as JSON gives them back.
+
+    Of arrays it is a digest.
+    """
     own = [f.name for f in dataclasses.fields(row_of(config.method).options)]
     values = {name: getattr(config, name, None) for name in (*_COMMON, *own)}
-    plain = (bool, int, float, str, list, tuple, type(None))
-    return json.loads(json.dumps({k: v for k, v in values.items() if isinstance(v, plain)}))
+    if config.method == "vecinfer":
+        values["residual_length"] = vecinfer_window(config)
+    plain = (bool, int, float, str, list, tuple, dict, type(None))
+    kept = {k: v for k, v in values.items() if isinstance(v, plain)}
+    given = {k: v for k, v in values.items() if isinstance(v, mx.array | np.ndarray)}
+    given |= {k: v for k in _ARRAYS if (v := getattr(config, k)) is not None}
+    kept |= {k: {_DIGEST: array_digest(v)} for k, v in given.items()}
+    return json.loads(json.dumps(kept))
 
 
 def _flatten(tree: Any, path: str, arrays: dict[str, mx.array]) -> Any:
@@ -94,6 +108,7 @@ def save_caches(path: str | Path, caches: list[Any], config: KVCacheConfig) -> i
         "version": FORMAT_VERSION,
         "method": config.method,
         "settings": _settings(config),
+        "constants": constants_of(caches),
         "tree": tree,
     }
     mx.eval(list(arrays.values()))
@@ -146,11 +161,38 @@ def _require_same(name: str, head: dict[str, Any], config: KVCacheConfig) -> Non
     was, wanted = head.get("settings"), _settings(config)
     if not isinstance(was, dict):
         raise CacheStateError(f"{name} does not say which settings it was saved with")
-    for field, value in wanted.items():
-        if was.get(field) != value:
+    for field in dict.fromkeys((*wanted, *_ARRAYS)):
+        value = wanted.get(field)
+        if was.get(field) == value:
+            continue
+        if any(isinstance(v, dict) and _DIGEST in v for v in (was.get(field), value)):
+            raise CacheStateError(
+                f"{name} was saved with {_which(was.get(field))} {field}, asked for "
+                f"{_which(value)}; its codes mean nothing with another one, so load it with the "
+                f"{field} it was saved with"
+            )
+        else:
             raise CacheStateError(
                 f"{name} was saved with {field}={was.get(field)!r}, asked for {field}={value!r}; "
                 f"load it with the settings it was saved with"
+            )
+
+
+def _which(digest: Any) -> str:
+    """An array-valued setting in words."""
+    return f"a {_DIGEST} {str(digest.get(_DIGEST))[:12]}" if isinstance(digest, dict) else "no"
+
+
+def _require_constants(name: str, head: dict[str, Any], caches: list[Any]) -> None:
+    """Make sure that codebooks and rotations are those that the codes were made with."""
+    wanted = constants_of(caches)
+    was = head.get("constants") or [""] * len(wanted)
+    for layer, (held, now) in enumerate(zip(was, wanted, strict=False)):
+        if held != now:
+            raise CacheStateError(
+                f"{name} was saved with another calibration of compressed layer {layer} (codebooks, "
+                f"smooth factors or rotations) than there is now, and its codes mean nothing "
+                f"without it; bring that calibration back, or read the prompt again"
             )
 
 
@@ -184,6 +226,7 @@ def load_caches(path: str | Path, plan: ModelPlan, config: KVCacheConfig) -> lis
     arrays, head = _read(source)
     _require_same(source.name, head, config)
     caches = new_caches(plan, config)
+    _require_constants(source.name, head, caches)
     try:
         tree = _unflatten(head["tree"], arrays)
         if len(tree) != len(caches):

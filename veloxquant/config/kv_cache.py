@@ -6,7 +6,10 @@ options class, so that names and defaults stand once, in `config/options.py`.
 
 import copy
 import dataclasses
+import functools
+import types
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -171,27 +174,34 @@ class KVCacheConfig(
                 stacklevel=3,
             )
         if self.options is not None:
-            defaults = _defaults(KVCacheConfig)
+            usual = defaults()
             for option in dataclasses.fields(self.options):  # type: ignore[arg-type]
-                if option.name in defaults and getattr(self, option.name) == defaults[option.name]:
+                if option.name in usual and _untouched(self, option.name, usual):
                     setattr(self, option.name, getattr(self.options, option.name))
 
     def with_fields(self, **changes: Any) -> "KVCacheConfig":
         """Copy with some fields replaced, without warnings; arrays and lists are shared."""
         clone = copy.copy(self)
         for name, value in changes.items():
-            if name not in _defaults(KVCacheConfig):
+            if name not in defaults():
                 raise AttributeError(f"KVCacheConfig has no field {name!r}")
             setattr(clone, name, value)
         return clone
 
 
-def _defaults(cls: type) -> dict[str, Any]:
+@functools.cache
+def defaults() -> Mapping[str, Any]:
+    """Default of every field of `KVCacheConfig`, in field order, to compare with."""
     out: dict[str, Any] = {}
-    for f in dataclasses.fields(cls):
+    for f in dataclasses.fields(KVCacheConfig):
         is_plain = f.default is not dataclasses.MISSING
         out[f.name] = f.default if is_plain else f.default_factory()  # type: ignore[misc]
-    return out
+    return types.MappingProxyType(out)
+
+
+def _untouched(config: KVCacheConfig, name: str, usual: Mapping[str, Any]) -> bool:
+    value = getattr(config, name)
+    return type(value) is type(usual[name]) and value == usual[name]
 
 
 # Field name -> name of the options class that declares it.
@@ -206,10 +216,5 @@ SHARED_FIELDS = frozenset({"residual_length"})
 
 def explicit_method_fields(config: KVCacheConfig) -> list[str]:
     """Names of method fields that differ from their default, in field order."""
-    defaults = _defaults(KVCacheConfig)
-    return [
-        name
-        for name in FIELD_OWNER
-        if type(getattr(config, name)) is not type(defaults[name])
-        or getattr(config, name) != defaults[name]
-    ]
+    usual = defaults()
+    return [name for name in FIELD_OWNER if not _untouched(config, name, usual)]

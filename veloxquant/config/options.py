@@ -8,15 +8,26 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 
+class Unsaid(int):
+    """A documented default that can be told from the same number when somebody gives that."""
+
+    def __repr__(self) -> str:
+        """As the number, since documents print it."""
+        return int.__repr__(self)
+
+
 @dataclass
 class VecInferOptions:
-    """Options of `vecinfer`; a field left at its default leaves the flat field alone."""
+    """Options of `vecinfer`; a field left at its default leaves the flat field alone.
+
+    `residual_length` is kivi's too. Left alone, vecinfer keeps no exact window.
+    """
 
     key_sub_dim: int = 4
     value_sub_dim: int = 8
     key_codebook_bits: int = 12
     value_codebook_bits: int = 8
-    residual_length: int = 128
+    residual_length: int = Unsaid(128)
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.kv_cache import KVCacheConfig, defaults
 from veloxquant.core.exceptions import QuantizerConfigError
 
 AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
@@ -65,23 +65,10 @@ def bits(config: KVCacheConfig, legal: tuple[int, ...]) -> None:
             raise refuse("bit_width_inlier", width, "one of " + ", ".join(map(str, legal)))
 
 
-def unused(config: KVCacheConfig, fields: Iterable[str]) -> None:
-    """Raise when a common field is set that this method would ignore."""
-    defaults = KVCacheConfig()
-    for field in fields:
-        if getattr(config, field) != getattr(defaults, field):
-            raise QuantizerConfigError(
-                f"{field}={getattr(config, field)!r} has no effect on method {config.method!r}; "
-                f"leave it unset"
-            )
-
-
-NO_OUTLIERS = (
-    "bit_width_outlier",
-    "jl_dim",
-    "n_outlier_channels",
-    "n_calib_tokens",
-    "enable_outlier_two_stream",
-    "enable_fused_query_dot",
-    "observers",
-)
+def idle(config: KVCacheConfig, field: str, wants: str) -> None:
+    """Raise when a field is away from its default although only `wants` would read it."""
+    default = defaults()[field]
+    if getattr(config, field) != default:
+        raise refuse(
+            field, getattr(config, field), f"{default!r}: without {wants} it has no effect"
+        )

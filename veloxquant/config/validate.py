@@ -5,6 +5,7 @@ Every refusal names the field, the value and what is legal.
 
 from veloxquant.config.checks import CHECKS
 from veloxquant.config.checks.eviction import check_storage
+from veloxquant.config.common_fields import READERS, refuse_unread
 from veloxquant.config.kv_cache import (
     BASELINE,
     FIELD_OWNER,
@@ -13,8 +14,10 @@ from veloxquant.config.kv_cache import (
     KVCacheConfig,
     explicit_method_fields,
 )
-from veloxquant.config.ranges import integer
+from veloxquant.config.ranges import integer, refuse
 from veloxquant.core.exceptions import QuantizerConfigError
+
+MAX_SEED = (1 << 32) - 2
 
 
 def check(config: KVCacheConfig, options: type | None = None) -> None:
@@ -28,8 +31,6 @@ def check(config: KVCacheConfig, options: type | None = None) -> None:
             f"unknown method {config.method!r}; known methods: {', '.join(METHOD_NAMES)}"
         )
     integer(config, "head_dim", 1, 1024)
-    if config.capacity is not None:
-        integer(config, "capacity", 1)
     given = config.options
     if given is not None and options is not None and not isinstance(given, options):
         raise QuantizerConfigError(
@@ -46,3 +47,16 @@ def check(config: KVCacheConfig, options: type | None = None) -> None:
     check_storage(config)
     if rule := CHECKS.get(config.method):
         rule(config)
+    refuse_unread(config)
+    _common_ranges(config)
+
+
+def _common_ranges(config: KVCacheConfig) -> None:
+    """Ranges of common fields that mean the same to every method that reads them."""
+    if config.method in READERS["seed"] or config.eviction_storage == "turboquant4":
+        integer(config, "seed", 0, MAX_SEED)
+    for field in ("capacity", "sliding_window"):
+        if getattr(config, field) is not None:
+            integer(config, field, 1)
+    if config.use_metal_kernels not in (None, True, False):
+        raise refuse("use_metal_kernels", config.use_metal_kernels, "None, True or False")

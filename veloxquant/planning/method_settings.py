@@ -11,21 +11,13 @@ import typing
 from typing import Any
 
 from veloxquant.cache.table import MethodRow, row_of
+from veloxquant.config.common_fields import READERS
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.options import Unsaid
 from veloxquant.core.exceptions import QuantizerConfigError
 
-COMMON_FIELDS: dict[str, tuple[str, ...]] = {
-    "fp16": (),
-    "turboquant_rvq": ("bit_width_inlier", "seed"),
-    "kivi": ("bit_width_inlier", "residual_length"),
-    "kivi_sink": ("bit_width_inlier", "residual_length", "n_sink_tokens"),
-    "kitty": ("residual_length",),
-    "adakv": (),
-    "kvquant": (),
-    "skvq": (),
-    **dict.fromkeys(("age_tiered", "zipcache", "amc", "anchorkv"), ()),
-}
-"""Common fields that a method reads besides its own options; others read the seed at most."""
+COMMON_FIELDS = ("bit_width_inlier", "residual_length", "n_sink_tokens", "jl_dim", "seed")
+"""Common fields that text can set, for the methods that read them."""
 BOOLEANS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
@@ -56,7 +48,7 @@ def _hints() -> dict[str, Any]:
 def field_names(row: MethodRow) -> tuple[str, ...]:
     """Settings that mean something to a method, its own options first."""
     own = tuple(field.name for field in dataclasses.fields(row.options))
-    common = COMMON_FIELDS.get(row.name, ("seed",))
+    common = (name for name in COMMON_FIELDS if row.name in READERS[name])
     return own + tuple(name for name in common if name not in own)
 
 
@@ -69,9 +61,16 @@ def fields_of(method: str) -> dict[str, MethodField]:
     """
     known = {field.name: field for field in dataclasses.fields(KVCacheConfig)}
     return {
-        name: _describe(name, _hints()[name], known[name].default)
+        name: _describe(name, _hints()[name], _default(method, known[name].default))
         for name in field_names(row_of(method))
     }
+
+
+def _default(method: str, default: Any) -> Any:
+    """What an unset field means: vecinfer keeps no exact window unless somebody asks for one."""
+    if isinstance(default, Unsaid):
+        return 0 if method == "vecinfer" else int(default)
+    return default
 
 
 def _describe(name: str, annotation: Any, default: Any) -> MethodField:

@@ -218,10 +218,10 @@ def test_the_factory_builds_single_layers_only() -> None:
 
 
 def test_the_builder_gathers_fields() -> None:
-    cache = (
-        KVCacheBuilder().with_method("kivi").with_head_dim(64).with_bit_width(4).with_seed(7)
-    ).build()
+    cache = (KVCacheBuilder().with_method("kivi").with_head_dim(64).with_bit_width(4)).build()
     assert cache.method == "kivi"
     assert cache.plan.keys.spec.bits == 4
+    with pytest.raises(QuantizerConfigError, match="seed=7 has no effect on method 'kivi'"):
+        KVCacheBuilder().with_method("kivi").with_seed(7).build()
     with pytest.raises(QuantizerConfigError, match="n_outlier_channels=3 has no effect"):
         KVCacheBuilder().with_n_outlier_channels(3).build()

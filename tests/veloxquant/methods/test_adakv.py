@@ -119,6 +119,7 @@ def test_bytes_of_the_default() -> None:
         ("adakv_target_avg_bits", 1.9), ("adakv_target_avg_bits", 4.1), ("adakv_lo_bit", 7),
         ("adakv_mid_bit", 2), ("adakv_hi_bit", 3), ("adakv_group_size", 16),
         ("adakv_update_interval", 0), ("adakv_importance", "size"), ("adakv_obs_window", 0),
+        ("adakv_obs_window", 16),
     ],
 )  # fmt: skip
 def test_out_of_range(field: str, value: object) -> None:

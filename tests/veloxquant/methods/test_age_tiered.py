@@ -55,7 +55,7 @@ def test_a_block_passes_when_its_youngest_token_is_old_enough(total: int) -> Non
         assert same(rows[:, :, coded:], true[:, :, coded:])
 
 
-@pytest.mark.parametrize("widths", [(8, 4, 2), (6, 3, 1), (8, 5, 3)])
+@pytest.mark.parametrize("widths", [(8, 4, 2), (6, 3, 2), (8, 5, 3), (1, 1, 1)])
 def test_demoted_codes_are_those_of_coding_at_once(widths: tuple[int, int, int]) -> None:
     tokens = gaussian(400, 2)
     recent, mid, old = widths
@@ -156,6 +156,8 @@ def test_rewound_tokens_keep_their_values_on_their_old_grid(n: int) -> None:
     ("fields", "field"),
     [
         ({"mid_boundary": 128}, "age_mid_boundary"),
+        ({"bits_old": 1}, "age_bits_old=1"),
+        ({"bits_mid": 1, "bits_old": 1}, "age_bits_mid=1"),
         ({"bits_mid": 2, "bits_old": 4}, "age_bits_old"),
         ({"bits_recent": 7}, "age_bits_recent"),
         ({"group_size": 48}, "age_group_size"),

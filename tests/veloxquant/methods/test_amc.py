@@ -176,6 +176,9 @@ def test_bytes_at_the_documented_defaults() -> None:
         ({"adaptive_thresholds": True}, "amc_adaptive_thresholds"),
         ({"calib_variance": 1.0}, "amc_calib_variance"),
         ({"gamma": 0.0}, "amc_gamma"),
+        ({"gamma": 0.2}, "amc_gamma=0.2.*without amc_adaptive_thresholds"),
+        ({"threshold_window": 32}, "amc_threshold_window=32.*no effect"),
+        ({"query_alpha": 0.7}, "amc_query_alpha=0.7.*amc_use_query_saliency"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(fields: dict, field: str) -> None:

@@ -204,8 +204,9 @@ def test_tables_of_another_shape_are_refused(fields) -> None:
 def test_pieces_that_do_not_divide_are_refused() -> None:
     with pytest.raises(QuantizerConfigError, match="divisor of head_dim=128"):
         cache_of(random_tokens(1), options=VecInferOptions(key_sub_dim=5))
+    small = VecInferOptions(key_sub_dim=64, key_codebook_bits=8)
     with pytest.raises(QuantizerConfigError, match="divide heads of 80"):
-        cache_of(random_tokens(1, k_dim=80), options=VecInferOptions(key_sub_dim=64))
+        cache_of(random_tokens(1, k_dim=80), options=small)
     with pytest.raises(QuantizerConfigError, match="positive"):
         cache_of(random_tokens(1), smooth_factors=np.zeros(64))
 
@@ -236,15 +237,31 @@ def test_attention_from_the_codes() -> None:
     )
 
 
-def test_a_window_only_where_the_options_ask_for_it() -> None:
-    tokens = random_tokens(100, seed=6)
-    assert same(
-        *(  # the flat field is kivi's
-            held_rows(_fed(tokens, residual_length=n))[0] for n in (128, 32)
-        )
-    )
-    window = _fed(tokens, options=VecInferOptions(residual_length=40))
-    assert same(held_rows(window)[0][:, :, -40:], tokens.keys[:, :, -40:])
+def test_a_window_only_where_somebody_asks_for_it() -> None:
+    tokens = random_tokens(150, seed=6)
+    none = held_rows(_fed(tokens))[0]
+    assert same(held_rows(_fed(tokens, options=VecInferOptions()))[0], none)
+    assert not same(none[:, :, -1:], tokens.keys[:, :, -1:])
+    for n in (40, 127, 128, 129):
+        for given in ({"residual_length": n}, {"options": VecInferOptions(residual_length=n)}):
+            window = _fed(tokens, **given)
+            assert same(held_rows(window)[0][:, :, -n:], tokens.keys[:, :, -n:]), given
+            assert worst(held_rows(window)[0][:, :, :4], none[:, :, :4]) < 1e-4, given
+
+
+@pytest.mark.parametrize(("sub", "width"), [(1, 12), (2, 14), (64, 10)])
+def test_codebooks_that_take_minutes_are_refused(sub: int, width: int) -> None:
+    options = VecInferOptions(key_sub_dim=sub, key_codebook_bits=width)
+    with pytest.raises(QuantizerConfigError, match=f"key_codebook_bits={width} .* must be one of"):
+        cache_of(random_tokens(1), options=options)
+    options = VecInferOptions(value_sub_dim=sub, value_codebook_bits=width)
+    with pytest.raises(QuantizerConfigError, match=f"value_codebook_bits={width} .* must be one"):
+        cache_of(random_tokens(1), options=options)
+    if sub > 1:
+        return
+    given = {"key_codebook": mx.random.normal((1 << width, sub))}
+    options = VecInferOptions(key_sub_dim=sub, key_codebook_bits=width)
+    assert cache_of(random_tokens(1), options=options, **given).codebook_bytes > 0
 
 
 def _fed(tokens, **fields):

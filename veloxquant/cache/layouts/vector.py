@@ -3,21 +3,16 @@
 from veloxquant.cache.layouts.base import SizeOf, sizes_of
 from veloxquant.cache.plans import AtOnce, LayerPlan, Schedule, StreamPlan, Trailing, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.config.options import VecInferOptions
+from veloxquant.config.options import Unsaid
 from veloxquant.quantizers.sizes import BODY_STEP, Held, LayerShape, store_bytes
 from veloxquant.quantizers.specs.affine import AffineTokenSpec
 from veloxquant.quantizers.specs.vector import NSNSpec, RetrievalSpec, VectorSpec
 
 
 def vecinfer_window(config: KVCacheConfig) -> int:
-    """Newest tokens kept exact: none unless `VecInferOptions` carries a `residual_length`.
-
-    The flat field is kivi's, and its default must not open a window here.
-    """
-    given, default = config.options, VecInferOptions()
-    if isinstance(given, VecInferOptions) and given.residual_length != default.residual_length:
-        return given.residual_length
-    return 0
+    """Newest tokens kept exact: none unless somebody gave a `residual_length`, whatever number."""
+    given = config.residual_length
+    return 0 if isinstance(given, Unsaid) else given
 
 
 def vecinfer_plan(

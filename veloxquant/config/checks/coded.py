@@ -7,21 +7,17 @@ from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.ranges import (
     AFFINE_BITS,
     AFFINE_GROUPS,
-    NO_OUTLIERS,
     bits,
     flag,
     integer,
     one_of,
     real,
     refuse,
-    unused,
 )
 
 CHUNK = 256
 MAX_DIM = 1024
 MAX_COMPONENT_BITS = 8
-OWN_WIDTH = ("bit_width_inlier", *NO_OUTLIERS)
-"""These methods take their widths from their own options."""
 
 
 def check_gear(config: KVCacheConfig) -> None:
@@ -36,7 +32,6 @@ def check_gear(config: KVCacheConfig) -> None:
         raise refuse("gear_energy_threshold", config.gear_energy_threshold, "below 1")
     real(config, "gear_sparse_fraction", 0, 0.1)
     flag(config, "gear_quantize_values")
-    unused(config, OWN_WIDTH)
 
 
 def check_kvtc(config: KVCacheConfig) -> None:
@@ -56,7 +51,6 @@ def check_kvtc(config: KVCacheConfig) -> None:
         )
     integer(config, "kvtc_bit_budget", 0, MAX_DIM * MAX_COMPONENT_BITS)
     real(config, "kvtc_beta", 1, math.inf, open_low=True)
-    unused(config, OWN_WIDTH)
 
 
 def check_cachegen(config: KVCacheConfig) -> None:
@@ -71,7 +65,6 @@ def check_cachegen(config: KVCacheConfig) -> None:
     flag(config, "cachegen_use_delta")
     flag(config, "cachegen_per_channel")
     integer(config, "cachegen_layer_groups", 1)
-    unused(config, OWN_WIDTH)
 
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {

@@ -4,13 +4,11 @@ from collections.abc import Callable
 
 from veloxquant.config.kv_cache import EVICTION_STORAGE, KVCacheConfig
 from veloxquant.config.ranges import (
-    NO_OUTLIERS,
     flag,
     integer,
     one_of,
     real,
     refuse,
-    unused,
 )
 
 
@@ -18,7 +16,6 @@ def check_streaming_llm(config: KVCacheConfig) -> None:
     """Sinks may be none; the window holds at least one token."""
     integer(config, "stream_n_sink", 0)
     integer(config, "stream_window_size", 1)
-    unused(config, NO_OUTLIERS)
 
 
 def check_snapkv(config: KVCacheConfig) -> None:
@@ -32,7 +29,6 @@ def check_snapkv(config: KVCacheConfig) -> None:
         )
     one_of(config, "snap_dtype", ("auto", "float32", "float16", "bfloat16"))
     one_of(config, "snap_backend", ("auto", "reference", "metal"))
-    unused(config, NO_OUTLIERS)
 
 
 STORABLE = frozenset({"snapkv", "h2o", "tova", "keyformer", "morphkv", "knorm"})
@@ -63,7 +59,6 @@ def check_h2o(config: KVCacheConfig) -> None:
     budget_over(config, "h2o_budget", sink + grace, "h2o_n_sink + h2o_grace")
     real(config, "h2o_decay", 0.0, 1.0, open_low=True)
     rope_base(config, "h2o_rope_base")
-    unused(config, NO_OUTLIERS)
 
 
 def rope_base(config: KVCacheConfig, field: str) -> None:
@@ -76,7 +71,6 @@ def check_tova(config: KVCacheConfig) -> None:
     sink = integer(config, "tova_n_sink", 0)
     budget_over(config, "tova_budget", sink + 1, "tova_n_sink + 1")
     one_of(config, "tova_backend", ("auto", "reference", "metal"))
-    unused(config, NO_OUTLIERS)
 
 
 def check_keyformer(config: KVCacheConfig) -> None:
@@ -91,14 +85,12 @@ def check_keyformer(config: KVCacheConfig) -> None:
     integer(config, "keyformer_anneal_steps", 0)
     rope_base(config, "keyformer_rope_base")
     integer(config, "keyformer_seed", 0)
-    unused(config, NO_OUTLIERS)
 
 
 def check_morphkv(config: KVCacheConfig) -> None:
     """Sinks, the window and the newest row fit the budget."""
     sink, window = integer(config, "morphkv_n_sink", 0), integer(config, "morphkv_window", 1)
     budget_over(config, "morphkv_budget", sink + window + 1, "morphkv_n_sink + morphkv_window + 1")
-    unused(config, NO_OUTLIERS)
 
 
 def check_cam(config: KVCacheConfig) -> None:
@@ -109,7 +101,6 @@ def check_cam(config: KVCacheConfig) -> None:
     if flag(config, "cam_merge_keys") and config.cam_merge == "sequential":
         raise refuse("cam_merge_keys", True, "False with cam_merge='sequential'")
     flag(config, "cam_merge_gate")
-    unused(config, NO_OUTLIERS)
 
 
 def check_knorm(config: KVCacheConfig) -> None:
@@ -117,7 +108,6 @@ def check_knorm(config: KVCacheConfig) -> None:
     sink, recent = integer(config, "knorm_n_sink", 0), integer(config, "knorm_recent", 0)
     budget_over(config, "knorm_budget", sink + recent, "knorm_n_sink + knorm_recent")
     one_of(config, "knorm_keep", ("low", "high"))
-    unused(config, NO_OUTLIERS)
 
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from veloxquant.config.checks.eviction import budget_over, rope_base
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.config.ranges import AFFINE_BITS, NO_OUTLIERS, bits, integer, one_of, real, unused
+from veloxquant.config.ranges import AFFINE_BITS, bits, integer, one_of, real
 
 CURDKV_RECENT = 16
 """Newest rows that always stay: they have no neighbours yet to be judged by."""
@@ -24,7 +24,6 @@ def check_qfilters(config: KVCacheConfig) -> None:
     if config.qfilters_min_retention is not None:
         real(config, "qfilters_min_retention", 0.0, 1.0)
     one_of(config, "qfilters_on_low_retention", ("warn", "raise", "ignore"))
-    unused(config, NO_OUTLIERS)
 
 
 def check_curdkv(config: KVCacheConfig) -> None:
@@ -34,7 +33,6 @@ def check_curdkv(config: KVCacheConfig) -> None:
     budget_over(config, "curdkv_budget", least, f"curdkv_n_sink + {CURDKV_RECENT}")
     integer(config, "curdkv_rank_cap", 1)
     rope_base(config, "curdkv_rope_base")
-    unused(config, NO_OUTLIERS)
 
 
 def check_kvzip(config: KVCacheConfig) -> None:
@@ -42,7 +40,6 @@ def check_kvzip(config: KVCacheConfig) -> None:
     least = integer(config, "kvzip_n_sink", 0) + KVZIP_NEIGHBOURS
     budget_over(config, "kvzip_budget", least, f"kvzip_n_sink + {KVZIP_NEIGHBOURS}")
     one_of(config, "kvzip_probe", ("context", "reconstruct"))
-    unused(config, NO_OUTLIERS)
 
 
 def check_rocketkv(config: KVCacheConfig) -> None:
@@ -54,7 +51,6 @@ def check_rocketkv(config: KVCacheConfig) -> None:
             integer(config, field, 1)
     integer(config, "rocketkv_obs_window", 1, QUERY_ROWS)
     integer(config, "rocketkv_n_sink", 0)
-    unused(config, NO_OUTLIERS)
 
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {

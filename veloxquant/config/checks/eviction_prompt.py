@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from veloxquant.config.checks.eviction import budget_over
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.config.ranges import NO_OUTLIERS, integer, one_of, real, refuse, unused
+from veloxquant.config.ranges import integer, one_of, real, refuse
 
 PROMPT_WINDOW = 32
 
@@ -17,7 +17,6 @@ def check_pyramidkv(config: KVCacheConfig) -> None:
     real(config, "pyramid_beta", 1.0, 1e6)
     resolved_budget(config, "pyramid_resolved_budget", least)
     one_of(config, "pyramid_backend", ("auto", "reference", "metal"))
-    unused(config, NO_OUTLIERS)
 
 
 def check_chunkkv(config: KVCacheConfig) -> None:
@@ -28,7 +27,6 @@ def check_chunkkv(config: KVCacheConfig) -> None:
     budget_over(config, "chunkkv_budget", least, what)
     one_of(config, "chunkkv_score", ("attn_mass", "key_norm", "keydiff"))
     integer(config, "chunkkv_reuse_layers", 1)
-    unused(config, NO_OUTLIERS)
 
 
 def check_nestedkv(config: KVCacheConfig) -> None:
@@ -39,7 +37,6 @@ def check_nestedkv(config: KVCacheConfig) -> None:
     real(config, "nestedkv_tau", 0.0, 1.0)
     real(config, "nestedkv_kappa", 0.0, 1e6, open_low=True)
     real(config, "nestedkv_safeguard_alpha", 0.0, 1.0)
-    unused(config, NO_OUTLIERS)
 
 
 def check_squeeze(config: KVCacheConfig) -> None:
@@ -48,7 +45,6 @@ def check_squeeze(config: KVCacheConfig) -> None:
     budget_over(config, "squeeze_budget", least, "squeeze_n_sink + 8")
     real(config, "squeeze_strength", 0.0, 1.0)
     resolved_budget(config, "squeeze_resolved_budget", least)
-    unused(config, NO_OUTLIERS)
 
 
 def resolved_budget(config: KVCacheConfig, field: str, least: int) -> None:

@@ -7,14 +7,13 @@ from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.ranges import (
     AFFINE_BITS,
     AFFINE_GROUPS,
-    NO_OUTLIERS,
     bits,
     flag,
+    idle,
     integer,
     one_of,
     real,
     refuse,
-    unused,
 )
 
 
@@ -22,7 +21,6 @@ def check_kivi(config: KVCacheConfig) -> None:
     """Affine bits, an MLX group size, a residual of whole groups."""
     bits(config, AFFINE_BITS)
     _whole_groups(config, "kivi_group_size")
-    unused(config, NO_OUTLIERS)
 
 
 def _whole_groups(config: KVCacheConfig, group: str) -> None:
@@ -39,12 +37,6 @@ def check_kivi_sink(config: KVCacheConfig) -> None:
     integer(config, "n_sink_tokens", 0)
 
 
-def _no_common_width(config: KVCacheConfig) -> None:
-    """Methods whose widths are options of their own take no common one."""
-    bits(config, AFFINE_BITS)
-    unused(config, (*NO_OUTLIERS, "bit_width_inlier"))
-
-
 def check_kitty(config: KVCacheConfig) -> None:
     """A share of boosted channels, two widths, and the window of kivi."""
     real(config, "kitty_hi_fraction", 0.0, 1.0)
@@ -55,7 +47,7 @@ def check_kitty(config: KVCacheConfig) -> None:
             "kitty_hi_bit", config.kitty_hi_bit, f"above kitty_lo_bit={config.kitty_lo_bit}"
         )
     _whole_groups(config, "kitty_group_size")
-    _no_common_width(config)
+    bits(config, AFFINE_BITS)
 
 
 def check_kvquant(config: KVCacheConfig) -> None:
@@ -65,7 +57,7 @@ def check_kvquant(config: KVCacheConfig) -> None:
     one_of(config, "kvquant_group_size", AFFINE_GROUPS)
     for field in ("kvquant_lloyd_iters", "kvquant_refit_interval", "kvquant_n_sink"):
         integer(config, field, 0)
-    _no_common_width(config)
+    bits(config, AFFINE_BITS)
 
 
 def check_adakv(config: KVCacheConfig) -> None:
@@ -81,7 +73,9 @@ def check_adakv(config: KVCacheConfig) -> None:
     integer(config, "adakv_update_interval", 1)
     one_of(config, "adakv_importance", ("norm_variance", "attention_entropy"))
     integer(config, "adakv_obs_window", 1)
-    _no_common_width(config)
+    if config.adakv_importance != "attention_entropy":
+        idle(config, "adakv_obs_window", "adakv_importance='attention_entropy'")
+    bits(config, AFFINE_BITS)
 
 
 def check_skvq(config: KVCacheConfig) -> None:
@@ -95,7 +89,7 @@ def check_skvq(config: KVCacheConfig) -> None:
     real(config, "skvq_clip_alpha", 0.3, 1.0, open_low=True)
     if config.skvq_max_ctx is not None:
         integer(config, "skvq_max_ctx", window + sinks + 1)
-    _no_common_width(config)
+    bits(config, AFFINE_BITS)
 
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {

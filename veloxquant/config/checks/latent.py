@@ -7,21 +7,17 @@ from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.ranges import (
     AFFINE_BITS,
     AFFINE_GROUPS,
-    NO_OUTLIERS,
     bits,
     flag,
     integer,
     one_of,
     real,
     refuse,
-    unused,
 )
 
 MAX_DIM = 1024
 MAX_ROW = 1 << 20
 LATENT_BITS = (2, 3, 4, 5, 6, 8, 16)
-OWN_WIDTH = ("bit_width_inlier", *NO_OUTLIERS)
-"""These methods take their widths from their own options."""
 
 
 def _share(config: KVCacheConfig, field: str) -> None:
@@ -49,7 +45,6 @@ def check_svdq(config: KVCacheConfig) -> None:
             f"a list of widths out of {', '.join(map(str, legal))}, the first one above 0",
         )  # fmt: skip
     one_of(config, "svdq_group_size", AFFINE_GROUPS)
-    unused(config, OWN_WIDTH)
 
 
 def check_palu(config: KVCacheConfig) -> None:
@@ -63,7 +58,6 @@ def check_palu(config: KVCacheConfig) -> None:
     real(config, "palu_hi_fraction", 0, 1)
     one_of(config, "palu_group_size", AFFINE_GROUPS)
     flag(config, "palu_quantize_values")
-    unused(config, OWN_WIDTH)
 
 
 def check_xquant(config: KVCacheConfig) -> None:
@@ -74,7 +68,6 @@ def check_xquant(config: KVCacheConfig) -> None:
     one_of(config, "xquant_residual_bits", (0, *AFFINE_BITS))
     one_of(config, "xquant_group_quant_size", AFFINE_GROUPS)
     integer(config, "xquant_max_ctx", config.xquant_group_quant_size)
-    unused(config, OWN_WIDTH)
 
 
 def check_minicache(config: KVCacheConfig) -> None:
@@ -85,7 +78,6 @@ def check_minicache(config: KVCacheConfig) -> None:
     real(config, "minicache_retention_threshold", -1, 1)
     real(config, "minicache_slerp_t", 0, 1)
     integer(config, "minicache_max_ctx", 1)
-    unused(config, OWN_WIDTH)
 
 
 def check_xkv(config: KVCacheConfig) -> None:
@@ -97,7 +89,6 @@ def check_xkv(config: KVCacheConfig) -> None:
     one_of(config, "xkv_latent_bits", LATENT_BITS)
     one_of(config, "xkv_group_quant_size", AFFINE_GROUPS)
     integer(config, "xkv_max_ctx", 1)
-    unused(config, OWN_WIDTH)
 
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {

@@ -6,31 +6,25 @@ from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.ranges import (
     AFFINE_BITS,
     CODEBOOK_BITS,
-    NO_OUTLIERS,
     bits,
     flag,
     integer,
     one_of,
     refuse,
-    unused,
 )
 from veloxquant.config.rotations import DEFAULT_NAME, is_plain_name, rotations_file
 
 MAX_SIGNS = 4096
-OUTLIERS = tuple(f for f in NO_OUTLIERS if f not in ("enable_fused_query_dot", "observers"))
-"""Settings of loud channels and of the sketch."""
 
 
 def check_turboquant_rvq(config: KVCacheConfig) -> None:
     """Total bits 1 to 6; outlier settings belong to the standalone methods."""
     bits(config, CODEBOOK_BITS)
-    unused(config, NO_OUTLIERS)
 
 
 def check_turboquant_mse(config: KVCacheConfig) -> None:
     """Bits 1 to 6, and the settings of loud channels."""
     bits(config, CODEBOOK_BITS)
-    unused(config, ("jl_dim",))
     _outliers(config, CODEBOOK_BITS)
     _standalone(config)
 
@@ -46,7 +40,6 @@ def check_turboquant_prod(config: KVCacheConfig) -> None:
 def check_qjl(config: KVCacheConfig) -> None:
     """Affine bits of the values and a number of signs; signs have no width to choose."""
     bits(config, AFFINE_BITS)
-    unused(config, ("bit_width_outlier",))
     _signs(config)
     _outliers(config, AFFINE_BITS)
     _standalone(config)
@@ -55,7 +48,6 @@ def check_qjl(config: KVCacheConfig) -> None:
 def check_polar(config: KVCacheConfig) -> None:
     """Bits of the upper angles; no outliers, no sketch."""
     bits(config, CODEBOOK_BITS)
-    unused(config, OUTLIERS)
     _standalone(config)
 
 
@@ -73,7 +65,6 @@ def check_spectral(config: KVCacheConfig) -> None:
             f"{DEFAULT_NAME!r} or a name that rotations were saved under, see "
             f"veloxquant.spectral.calibrate",
         )  # fmt: skip
-    unused(config, OUTLIERS)
     _standalone(config)
 
 
@@ -105,8 +96,6 @@ def _standalone(config: KVCacheConfig) -> None:
     """Settings of the objects that are fed vector by vector."""
     flag(config, "enable_vectorized_attend")
     flag(config, "enable_fused_query_dot")
-    if config.sliding_window is not None:
-        integer(config, "sliding_window", 1)
 
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {

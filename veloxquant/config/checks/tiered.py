@@ -7,18 +7,14 @@ from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.ranges import (
     AFFINE_BITS,
     AFFINE_GROUPS,
-    NO_OUTLIERS,
     bits,
     flag,
+    idle,
     integer,
     one_of,
     real,
     refuse,
-    unused,
 )
-
-OWN_WIDTHS = ("bit_width_inlier", *NO_OUTLIERS)
-"""Common fields without effect on methods that bring widths of their own."""
 
 
 def check_age_tiered(config: KVCacheConfig) -> None:
@@ -34,9 +30,16 @@ def check_age_tiered(config: KVCacheConfig) -> None:
         most = getattr(config, younger)
         if getattr(config, older) > most:
             raise refuse(older, getattr(config, older), f"at most {younger}={most}")
+        if getattr(config, older) == 1 and config.age_bits_recent > 1:
+            raise refuse(older, 1, ONE_BIT)
     one_of(config, "age_group_size", AFFINE_GROUPS)
     bits(config, AFFINE_BITS)
-    unused(config, OWN_WIDTHS)
+
+
+ONE_BIT = (
+    "at least 2, or 1 with age_bits_recent=1: codes that are narrowed keep the extremes of their "
+    "group, and two levels at the extremes are worse than zeros"
+)
 
 
 def check_zipcache(config: KVCacheConfig) -> None:
@@ -50,7 +53,6 @@ def check_zipcache(config: KVCacheConfig) -> None:
     one_of(config, "zipcache_group_size", AFFINE_GROUPS)
     flag(config, "zipcache_quantize_values")
     bits(config, AFFINE_BITS)
-    unused(config, OWN_WIDTHS)
 
 
 def check_amc(config: KVCacheConfig) -> None:
@@ -66,10 +68,13 @@ def check_amc(config: KVCacheConfig) -> None:
     real(config, "amc_gamma", 0, 1, open_low=True)
     if config.amc_adaptive_thresholds is not False:
         raise refuse("amc_adaptive_thresholds", config.amc_adaptive_thresholds, FIXED_TIERS)
+    for field in ("amc_threshold_window", "amc_gamma"):
+        idle(config, field, "amc_adaptive_thresholds, which is not served")
+    if not config.amc_use_query_saliency:
+        idle(config, "amc_query_alpha", "amc_use_query_saliency=True")
     if config.amc_calib_variance is not None:
         raise refuse("amc_calib_variance", config.amc_calib_variance, "None" + SAME_RANKS)
     bits(config, AFFINE_BITS)
-    unused(config, OWN_WIDTHS)
 
 
 FIXED_TIERS = (
@@ -90,7 +95,6 @@ def check_anchorkv(config: KVCacheConfig) -> None:
     integer(config, "anchorkv_residual_bits", 1, 4)
     integer(config, "anchorkv_seed", 0)
     bits(config, AFFINE_BITS)
-    unused(config, OWN_WIDTHS)
 
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {

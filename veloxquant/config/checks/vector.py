@@ -3,22 +3,22 @@
 from collections.abc import Callable
 
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.config.options import VecInferOptions
 from veloxquant.config.ranges import (
     AFFINE_BITS,
-    NO_OUTLIERS,
     bits,
     flag,
     integer,
     one_of,
     real,
     refuse,
-    unused,
 )
 
 MAX_SUB = 64
 MAX_CODE_BITS = 16
 MAX_NSN_SUB = 12
+FIRST_SIGNED = 9
+"""Bits from which a fitted codebook is made of signs and magnitudes, as `quantizers.gaussian`."""
+MOST_NUMBERS = 1 << 14
 
 
 def _sub_dim(config: KVCacheConfig, field: str) -> int:
@@ -34,10 +34,31 @@ def check_vecinfer(config: KVCacheConfig) -> None:
     bits(config, AFFINE_BITS)
     for side in ("key", "value"):
         _sub_dim(config, f"{side}_sub_dim")
-        integer(config, f"{side}_codebook_bits", 1, MAX_CODE_BITS)
-    if isinstance(config.options, VecInferOptions):
-        integer(config, "residual_length", 0)
-    unused(config, NO_OUTLIERS)
+        width = integer(config, f"{side}_codebook_bits", 1, MAX_CODE_BITS)
+        if getattr(config, f"{side}_codebook") is None:
+            _trainable(config, side, width)
+    integer(config, "residual_length", 0)
+
+
+def _trainable(config: KVCacheConfig, side: str, width: int) -> None:
+    """Codebooks that nobody gave are fitted when caches are built, in seconds rather than minutes.
+
+    From 9 bits on the signs of the channels are bits of the code, and magnitudes only are fitted.
+    """
+    sub = getattr(config, f"{side}_sub_dim")
+    legal = [n for n in range(1, MAX_CODE_BITS + 1) if _fitted_numbers(sub, n) <= MOST_NUMBERS]
+    if width not in legal:
+        raise refuse(
+            f"{side}_codebook_bits", width,
+            f"one of {', '.join(map(str, legal))} with {side}_sub_dim={sub} unless {side}_codebook "
+            f"is given: larger codebooks take minutes to fit",
+        )  # fmt: skip
+
+
+def _fitted_numbers(sub: int, width: int) -> int:
+    """Work to fit a codebook: numbers in it, but centroids of few channels cost as those of 16."""
+    signs = sub if width >= max(sub, FIRST_SIGNED) else 0
+    return max(sub, 16) << (width - signs)
 
 
 def check_nsnquant(config: KVCacheConfig) -> None:
@@ -57,7 +78,6 @@ def check_nsnquant(config: KVCacheConfig) -> None:
     chunk = integer(config, "nsn_residual_length", 16)
     integer(config, "nsn_seed", 0)
     integer(config, "nsn_max_ctx", chunk)
-    unused(config, NO_OUTLIERS)
 
 
 def check_a2ats(config: KVCacheConfig) -> None:
@@ -81,7 +101,6 @@ def check_a2ats(config: KVCacheConfig) -> None:
         given = getattr(config, field)
         if given is not None and not hasattr(given, "shape"):
             raise refuse(field, given, f"None or an array of shape {shapes}")
-    unused(config, NO_OUTLIERS)
 
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {
