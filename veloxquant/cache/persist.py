@@ -17,8 +17,8 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant.cache.builder import new_caches
-from veloxquant.cache.layouts.vector import vecinfer_window
 from veloxquant.cache.digests import array_digest, constants_of
+from veloxquant.cache.layouts.vector import vecinfer_window
 from veloxquant.cache.probe import ModelPlan
 from veloxquant.cache.table import row_of
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -167,31 +167,33 @@ def _require_same(name: str, head: dict[str, Any], config: KVCacheConfig) -> Non
             continue
         if any(isinstance(v, dict) and _DIGEST in v for v in (was.get(field), value)):
             raise CacheStateError(
-                f"{name} was saved with {_which(was.get(field))} {field}, asked for "
-                f"{_which(value)}; its codes mean nothing with another one, so load it with the "
-                f"{field} it was saved with"
+                f"{name} was saved with {_which(field, was.get(field))}, asked for "
+                f"{_which(field, value)}; codes mean nothing with other arrays, so load it with "
+                f"those it was saved with"
             )
-        else:
-            raise CacheStateError(
-                f"{name} was saved with {field}={was.get(field)!r}, asked for {field}={value!r}; "
-                f"load it with the settings it was saved with"
-            )
+        raise CacheStateError(
+            f"{name} was saved with {field}={was.get(field)!r}, asked for {field}={value!r}; "
+            f"load it with the settings it was saved with"
+        )
 
 
-def _which(digest: Any) -> str:
+def _which(field: str, value: Any) -> str:
     """An array-valued setting in words."""
-    return f"a {_DIGEST} {str(digest.get(_DIGEST))[:12]}" if isinstance(digest, dict) else "no"
+    if isinstance(value, dict):
+        return f"{field} of {_DIGEST} {str(value.get(_DIGEST))[:12]}"
+    return f"no {field}"
 
 
 def _require_constants(name: str, head: dict[str, Any], caches: list[Any]) -> None:
     """Make sure that codebooks and rotations are those that the codes were made with."""
     wanted = constants_of(caches)
-    was = head.get("constants") or [""] * len(wanted)
+    was = head.get("constants")
+    was = was if isinstance(was, list) else [""] * len(wanted)
     for layer, (held, now) in enumerate(zip(was, wanted, strict=False)):
         if held != now:
             raise CacheStateError(
-                f"{name} was saved with another calibration of compressed layer {layer} (codebooks, "
-                f"smooth factors or rotations) than there is now, and its codes mean nothing "
+                f"{name} was saved with another calibration of compressed layer {layer} than there "
+                f"is now (codebooks, smooth factors or rotations), and its codes mean nothing "
                 f"without it; bring that calibration back, or read the prompt again"
             )
 

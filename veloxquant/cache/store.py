@@ -22,10 +22,13 @@ class _Kind(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _sample(codec: Codec, dtype: mx.Dtype) -> dict[str, _Kind]:
-    """What the arrays of one block and the constants look like."""
+def _sample(codec: Codec, heads: int, dtype: mx.Dtype) -> dict[str, _Kind]:
+    """What the arrays of one block and the constants look like.
+
+    With every head, since codecs may have constants for each.
+    """
     spec = codec.spec
-    rows = mx.zeros((1, 1, max(spec.block, spec.fit_tokens), codec.dim), dtype=dtype)
+    rows = mx.zeros((1, heads, max(spec.block, spec.fit_tokens), codec.dim), dtype=dtype)
     if not spec.fit_tokens:
         arrays = codec.encode(rows)
     else:
@@ -276,7 +279,7 @@ class Store:
             raise CacheStateError(f"counters {counters} cut a block of {block} tokens")
         if not capacity and not arrays:
             return 0
-        for name, like in _sample(self.codec, dtype).items():
+        for name, like in _sample(self.codec, heads, dtype).items():
             shape = [batch, heads, *like.shape[2:]]
             if place := self.codec.axes.get(name):
                 shape[place.axis] = place.at(capacity)

@@ -48,6 +48,8 @@ class Codec(Protocol):
     spec: CodecSpec
     dim: int
     axes: Mapping[str, TokenAxis]
+    foreign: tuple[mx.array, ...]
+    """Constants from outside that packed arrays mean nothing without; what a seed gives is none."""
     limits: Mapping[str, int]
     """Arrays whose values are places in something, and the number that these stay below."""
 
@@ -109,6 +111,7 @@ def is_order(index: mx.array) -> bool:
 class Shared:
     """Base of codecs: copies of a cache share their codec, and any words are codes."""
 
+    foreign: tuple[mx.array, ...] = ()
     limits: Mapping[str, int] = MappingProxyType({})
 
     def fault(self, packed: Packed) -> str | None:

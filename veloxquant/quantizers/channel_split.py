@@ -47,6 +47,7 @@ class ChannelSplitCodec(Shared):
         self.axes = {_QUIET + name: axis for name, axis in self.quiet.axes.items()}
         self.axes |= {_LOUD + name: axis for name, axis in self.loud.axes.items()}
 
+        self.foreign = (*self.quiet.foreign, *self.loud.foreign)
         self.limits = {_QUIET + name: n for name, n in self.quiet.limits.items()}
         self.limits |= {_LOUD + name: n for name, n in self.loud.limits.items()}
 

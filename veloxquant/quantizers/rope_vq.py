@@ -66,6 +66,10 @@ class RetrievalCodec(Shared):
         self.n_sub = dim // spec.sub
         self.table, self.basis = table, basis
         self.axes = {"w": TokenAxis(2)}
+        if table is not None:
+            self.foreign += (table.centroids,)
+        if basis is not None:
+            self.foreign += (basis.lower,)
 
     def _coded(self, x: mx.array) -> mx.array:
         x = x.astype(mx.float32)

@@ -53,7 +53,9 @@ class SpectralCodec(Shared):
 
     def __init__(self, dim: int, spec: SpectralSpec, found: Eigenbasis | None = None) -> None:
         self.dim, self.spec = dim, spec
-        if found is None:
+        if found is not None:
+            self.foreign = (found.vectors, found.variances)
+        else:
             found = Eigenbasis(rotation(dim, spec.seed).matrix.T, mx.full((dim,), 1 / dim))
         vectors, variances = found.vectors.astype(mx.float32), found.variances.astype(mx.float32)
         scales = mx.sqrt(mx.maximum(variances, 0.0))

@@ -5,6 +5,7 @@ made from the seed. Levels are kept for N(0, 1/D), as the documents have them.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ import numpy as np
 
 from veloxquant.artifacts import jl_matrix, rotation_matrix
 from veloxquant.core.exceptions import CodebookDimensionMismatch
+from veloxquant.quantizers.base import Shared
 from veloxquant.quantizers.channel_split import ChannelSplitCodec
 from veloxquant.quantizers.codebook import CodebookCodec
 from veloxquant.quantizers.codecs import codec_for
@@ -43,20 +45,31 @@ def codec_with(store: Any, spec: CodecSpec, dim: int) -> Any:
         basis = stored_rotation(store, dim, spec.seed)
         levels = stored_levels(store, spec.bits, dim) if spec.table == "flat" else None
         if basis is not None or levels is not None:
-            return CodebookCodec(dim, spec, basis, levels)
+            return _from(CodebookCodec(dim, spec, basis, levels), basis, levels)
     if isinstance(spec, PolarSpec) and (basis := stored_rotation(store, dim, spec.seed)):
-        return PolarCodec(dim, spec, basis)
+        return _from(PolarCodec(dim, spec, basis), basis)
     if isinstance(spec, SketchSpec):
         given = stored_sketch(store, dim, spec.rows or dim, spec.seed)
         if given is not None:
-            return SketchCodec(dim, spec, given)
+            return _from(SketchCodec(dim, spec, given), given)
     if isinstance(spec, SketchedCodebookSpec):
         basis = stored_rotation(store, dim, spec.seed)
         levels = stored_levels(store, spec.bits - 1, dim) if spec.bits > 1 else None
         given = stored_sketch(store, dim, spec.rows or dim, spec.seed)
         if basis is not None or levels is not None or given is not None:
-            return SketchedCodebookCodec(dim, spec, basis, levels, given)
+            made = SketchedCodebookCodec(dim, spec, basis, levels, given)
+            return _from(made, basis, levels, given)
     return codec_for(spec, dim)
+
+
+def _from(codec: Shared, *found: Matrix | GaussianSketch | Sequence[float] | None) -> Shared:
+    """The codec, which remembers what the store gave for it."""
+    for one in found:
+        if isinstance(one, Matrix | GaussianSketch):
+            codec.foreign += (one.matrix,)
+        elif one is not None:
+            codec.foreign += (mx.array(one),)
+    return codec
 
 
 def stored_sketch(store: Any, dim: int, rows: int, seed: int) -> GaussianSketch | None:

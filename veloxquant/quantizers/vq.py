@@ -163,6 +163,10 @@ class VectorCodec(Shared):
         self.table = table or gaussian_table(spec.sub, spec.bits)
         self.basis = basis or (hadamard(dim) if spec.basis == "hadamard" else None)
         self.axes = {name: TokenAxis(2) for name in (("w", "s") if spec.scaled else ("w",))}
+        if table is not None:
+            self.foreign += (table.centroids,)
+        if basis is not None and basis.smooth is not None:
+            self.foreign += (basis.smooth,)
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D) for any n; every token alone."""
