@@ -146,7 +146,9 @@ def test_settings_count_and_bad_ones_are_a_reason() -> None:
 
 
 def test_planned_methods_have_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE, "h2o", dataclasses.replace(TABLE["h2o"], status="planned"))
+    monkeypatch.setitem(
+        TABLE, "h2o", dataclasses.replace(TABLE["h2o"], status="planned", held=None)
+    )
     with pytest.raises(QuantizerConfigError, match="not built yet"):
         Sizer(model(), KVCacheConfig(method="h2o"))
 
