@@ -45,7 +45,7 @@ READERS: Mapping[str, frozenset[str]] = {
     "fused_sdpa_max_ctx": _NONE,
     "fused_sdpa_memory_bound": _NONE,
 }
-"""Methods by common field. vecinfer's seed chooses the rows that its codebooks are fitted to."""
+"""Methods by common field. The seed of vecinfer and a2ats is that of a calibration's codebooks."""
 
 HINTS: Mapping[str, str] = {
     "capacity": "; a serving cache grows with its tokens, and the pool of the server limits them",

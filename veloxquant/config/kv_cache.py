@@ -200,8 +200,8 @@ def defaults() -> Mapping[str, Any]:
 
 
 def _untouched(config: KVCacheConfig, name: str, usual: Mapping[str, Any]) -> bool:
-    value = getattr(config, name)
-    return type(value) is type(usual[name]) and value == usual[name]
+    value, default = getattr(config, name), usual[name]
+    return value is default or (type(value) is type(default) and value == default)
 
 
 # Field name -> name of the options class that declares it.

@@ -238,7 +238,7 @@ def test_attention_from_the_codes() -> None:
 
 
 def test_a_window_only_where_somebody_asks_for_it() -> None:
-    tokens = random_tokens(150, seed=6)
+    tokens = random_tokens(200, seed=6)
     none = held_rows(_fed(tokens))[0]
     assert same(held_rows(_fed(tokens, options=VecInferOptions()))[0], none)
     assert not same(none[:, :, -1:], tokens.keys[:, :, -1:])

@@ -8,6 +8,7 @@ from veloxquant.config.ranges import (
     CODEBOOK_BITS,
     bits,
     flag,
+    idle,
     integer,
     one_of,
     refuse,
@@ -78,18 +79,27 @@ def _signs(config: KVCacheConfig) -> None:
 
 
 def _outliers(config: KVCacheConfig, legal: tuple[int, ...]) -> None:
-    """Loud channels leave at least one other; their bits and calibration set are possible."""
+    """Loud channels leave at least one other; their bits and calibration set are possible.
+
+    Only the documented example of turboquant_prod names bits of loud channels that it has not.
+    """
     if config.bit_width_outlier is not None:
         one_of(config, "bit_width_outlier", legal)
     if config.n_outlier_channels is not None:
         integer(config, "n_outlier_channels", 0, config.head_dim - 1)
     if config.n_calib_tokens is not None:
         integer(config, "n_calib_tokens", 1)
-    if flag(config, "enable_outlier_two_stream") and not config.n_outlier_channels:
+    split = flag(config, "enable_outlier_two_stream")
+    if split and not config.n_outlier_channels:
         raise refuse(
             "n_outlier_channels", config.n_outlier_channels,
             "at least 1 when enable_outlier_two_stream is set",
         )  # fmt: skip
+    documented = config.method == "turboquant_prod" and config.n_outlier_channels is None
+    if not split and not documented and config.method != "qjl":
+        idle(config, "bit_width_outlier", "n_outlier_channels and enable_outlier_two_stream=True")
+    if not config.n_outlier_channels:
+        idle(config, "n_calib_tokens", "n_outlier_channels")
 
 
 def _standalone(config: KVCacheConfig) -> None:

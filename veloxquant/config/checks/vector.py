@@ -7,6 +7,7 @@ from veloxquant.config.ranges import (
     AFFINE_BITS,
     bits,
     flag,
+    idle,
     integer,
     one_of,
     real,
@@ -90,6 +91,8 @@ def check_a2ats(config: KVCacheConfig) -> None:
         raise refuse("a2ats_b", config.a2ats_b, f"at least a2ats_window={window}")
     flag(config, "a2ats_use_query_aware")
     real(config, "a2ats_beta", 0, 1)
+    if not config.a2ats_use_query_aware:
+        idle(config, "a2ats_beta", "a2ats_use_query_aware=True")
     real(config, "a2ats_retrieval_fraction", 0, 1, open_low=True)
     real(config, "a2ats_rope_base", 10, 1e12)
     if not isinstance(scaling := config.a2ats_rope_scaling, dict | None):
