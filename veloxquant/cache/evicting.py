@@ -13,7 +13,8 @@ import mlx.core as mx
 
 from veloxquant.cache.attend import decode_range
 from veloxquant.cache.exact import ExactRows
-from veloxquant.cache.scorers import Scorer
+from veloxquant.cache.fitting import check_queries
+from veloxquant.cache.scorers import QueryScorer, Scorer
 from veloxquant.cache.selection import select_rows
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.quantizers.sizes import LayerShape
@@ -211,3 +212,6 @@ class EvictingCache(ExactRows):
         self._in_prompt, self._due = bool(in_prompt), bool(due)
         self.columns = {name: column[...] for name, column in (columns or {}).items()}
         self.scorer.restore(scorer)
+        if isinstance(self.scorer, QueryScorer):
+            for queries in self.scorer.ring.arrays():
+                check_queries(queries, self._known_shape(), queries.dtype, self.offset)

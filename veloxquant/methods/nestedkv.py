@@ -152,6 +152,7 @@ class NestedKVKVCache(EvictingCache):
         if counts is not None:
             batch, heads, _, _ = self._known_shape()
             fits = counts.shape == (batch, heads) and self.rows >= self.policy.budget
+            fits = fits and counts.dtype == mx.int32 and (counts >= 0).all().item()
             if not fits or (counts.sum(axis=-1) != heads * self.policy.budget).any().item():
                 raise CacheStateError(
                     f"counts of heads in this state do not make {self.policy.budget} rows a head"

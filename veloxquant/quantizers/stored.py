@@ -5,7 +5,6 @@ made from the seed. Levels are kept for N(0, 1/D), as the documents have them.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -62,7 +61,7 @@ def codec_with(store: Any, spec: CodecSpec, dim: int) -> Any:
     return codec_for(spec, dim)
 
 
-def _from(codec: Shared, *found: Matrix | GaussianSketch | Sequence[float] | None) -> Shared:
+def _from(codec: Shared, *found: Matrix | GaussianSketch | tuple[float, ...] | None) -> Shared:
     """The codec, which remembers what the store gave for it."""
     for one in found:
         if isinstance(one, Matrix | GaussianSketch):

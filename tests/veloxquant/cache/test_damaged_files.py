@@ -176,3 +176,18 @@ def test_a_rewound_cache_still_hands_its_state_over(tmp_path: Path) -> None:
             cache.trim(70)
             fresh.state = cache.state
             assert fresh.size() == 330
+
+
+def test_queries_of_another_shape_are_refused() -> None:
+    tokens = random_tokens(60)
+    config = small_config(row_of("snapkv"), head_dim=64)
+    cache, twin = (new_caches(plan_of(shape_of(tokens), 1), config)[0] for _ in range(2))
+    attend(cache, tokens)
+    state = cache.state
+    *extra, scorer = state[-1]
+    assert scorer[0].shape == (1, 4, 8, 64)
+    for shape in ((1, 3, 8, 64), (1, 4, 8, 32), (2, 4, 8, 64)):
+        with pytest.raises(CacheStateError, match="saved queries"):
+            twin.state = [*state[:-1], [*extra, [mx.zeros(shape), *scorer[1:]]]]
+    twin.state = state
+    assert twin.size() == 60
