@@ -113,6 +113,9 @@ def test_a_proposal_is_cut_to_what_fits(models):
     assert proposal.spec.options == {"bit_width_inlier": 4}, "a small model feels fewer bits"
     large = dataclasses.replace(proposal.model, params=8_000_000_000)
     assert propose((large,), {}, library.template()).spec.options == {}
+    own_widths = msgspec.structs.replace(library.template(), method="kitty")
+    proposal = propose(tuple(library.models()), {}, own_widths)
+    assert proposal.spec.options == {}, "kitty has no common bit width"
     assert propose((), {}) is None
 
 

@@ -198,6 +198,16 @@ def test_options_are_settings_however_they_were_given(tmp_path: Path) -> None:
     load_caches(tmp_path / "a", plan, again)
 
 
+def test_a_window_of_vecinfer_is_a_setting_even_of_the_documented_length(tmp_path: Path) -> None:
+    model = tiny("llama")
+    none, asked = KVCacheConfig("vecinfer"), KVCacheConfig("vecinfer", residual_length=128)
+    plan = plan_model(model, none)
+    save_caches(tmp_path / "a", new_caches(plan, none), none)
+    load_caches(tmp_path / "a", plan, none)
+    with pytest.raises(CacheStateError, match="residual_length=0, asked for residual_length=128"):
+        load_caches(tmp_path / "a", plan, asked)
+
+
 def broken_trees(tree: list[Any]) -> list[Any]:
     return [
         None,
