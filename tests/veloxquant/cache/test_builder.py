@@ -48,7 +48,8 @@ def test_every_field_of_a_method_reaches_its_caches() -> None:
     assert (stream.n_sink, stream.window) == (2, 77)
     assert stream.rope is tiny("llama").layers[1].self_attn.rope
     snap = built("snapkv", SnapKVOptions(snap_budget=99, snap_obs_window=7, snap_n_sink=3))
-    assert (snap.budget, snap.obs_window, snap.n_sink) == (99, 7, 3)
+    policy = snap.policy
+    assert (policy.budget, policy.n_recent, policy.n_sink) == (99, 7, 3)
     kivi = built("kivi", KIVIOptions(kivi_group_size=64), residual_length=128, bit_width_inlier=3)
     spec = kivi.plan.keys.spec
     assert (spec.bits, spec.group) == (3, 64)
