@@ -58,26 +58,37 @@ class Member(Protocol):
 class LayerGroup:
     """`size` layers of one sequence; they join in layer order, and the first one owns the codes.
 
-    `epoch` counts changes of any layer: copies of single layers that were made within one epoch
-    belong together.
+    Members are referred to weakly: layers know their group, and memory of a sequence that ended
+    must go at once, not when Python next looks for cycles. `epoch` counts changes of any layer:
+    copies of single layers that were made within one epoch belong together.
     """
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
-        self.members: list[Member] = []
+        self._members: list[weakref.ref[Member]] = []
+        self._unclaimed: dict[int, Member] = {}
         self.epoch = 0
         self._rewound: dict[int, int] = {}
         self._twins: list[tuple[weakref.ref[LayerGroup], set[int]]] = []
 
     def join(self, member: Member) -> int:
         """Number of a new member."""
-        assert len(self.members) < self.size, "the group is complete"
-        self.members.append(member)
-        return len(self.members) - 1
+        assert len(self._members) < self.size, "the group is complete"
+        self._members.append(weakref.ref(member))
+        return len(self._members) - 1
+
+    @property
+    def members(self) -> list[Member]:
+        """The layers that are there, in layer order."""
+        return [m for ref in self._members if (m := ref()) is not None]
+
+    def _place(self, member: Member) -> int:
+        return next(i for i, ref in enumerate(self._members) if ref() is member)
 
     def _changed(self) -> None:
         self.epoch += 1
         self._twins.clear()
+        self._unclaimed.clear()
 
     # ---- coding -------------------------------------------------------------------------
 
@@ -129,7 +140,7 @@ class LayerGroup:
         Raises:
             CacheStateError: when layers of the group are told different numbers.
         """
-        place = self.members.index(member)
+        place = self._place(member)
         if (done := self._rewound.pop(place, None)) is not None:
             if done != n:
                 raise CacheStateError(
@@ -142,16 +153,16 @@ class LayerGroup:
         self._changed()
         for one in reversed(self.members):
             one.rewind(min(n, one.offset))
-        self._rewound = {i: n for i in range(len(self.members)) if i != place}
+        self._rewound = {i: n for i in range(len(self._members)) if i != place}
         return n
 
     def rewound(self, member: Member) -> int:
         """Tokens by which this layer went back together with another one, not being told yet."""
-        return self._rewound.get(self.members.index(member), 0)
+        return self._rewound.get(self._place(member), 0)
 
     def forget_rewound(self, member: Member) -> None:
         """The layer goes on: what others were told no longer concerns it."""
-        self._rewound.pop(self.members.index(member), None)
+        self._rewound.pop(self._place(member), None)
 
     def reset(self) -> None:
         """Make every member a group of one; all but one of them must be empty.
@@ -161,7 +172,7 @@ class LayerGroup:
         """
         if sum(m.offset > 0 for m in self.members) > 1:
             raise CacheStateError("layers that share codes cannot be parted while they hold tokens")
-        members, self.members = self.members, []
+        members, self._members = self.members, []
         for member in members:
             member.take_role(LayerGroup(), 0)
 
@@ -172,20 +183,23 @@ class LayerGroup:
         twin = LayerGroup(self.size)
         memo[id(self)] = twin
         twin._rewound = dict(self._rewound)
-        twin.members = [m.copied(memo) for m in self.members]
+        # The memo keeps the copies alive until whoever asked has them.
+        twin._members = [weakref.ref(m.copied(memo)) for m in self.members]
         return twin
 
     def twin_of(self, member: Member) -> Member:
         """A copy of one member alone; copies of the others, asked for next, join its group."""
-        place = self.members.index(member)
+        place = self._place(member)
         for ref, taken in self._twins:
             group = ref()
             if group is not None and group.epoch == 0 and place not in taken:
                 taken.add(place)
-                return group.members[place]
-        group = self.copied({})
+                return group._unclaimed.pop(place)
+        memo: dict[int, Any] = {}
+        group = self.copied(memo)
+        group._unclaimed = dict(enumerate(group.members))
         self._twins.append((weakref.ref(group), {place}))
-        return group.members[place]
+        return group._unclaimed.pop(place)
 
 
 def groups_for(

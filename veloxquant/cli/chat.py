@@ -73,6 +73,8 @@ def _turn(
     if not args.json:
         result("")
     answer = "".join(parts)
+    if not answer:
+        talk("The model ended at once, without a word; more bits or another method may help.")
     messages.append({"role": "assistant", "content": answer})
     return answer, facts
 

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
         talk(f"warning: {warning}")
     talk(f"Kept in {rows[0]['folder']}; `vq up {model.name}` finds it by itself.")
     if bits:
-        talk(f"Bits by layer for 2 on average: --set bit_width_inlier={','.join(map(str, bits))}")
+        chosen = ",".join(map(str, bits))
+        talk(f"For kivi or turboquant, 2 bits on average: --set bit_width_inlier={chosen}")
     return exit_codes.OK
 
 

@@ -2,17 +2,29 @@
 
 import copy
 import gc
+import weakref
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache_lab import Tokens, attend, held_rows, random_tokens, same, same_state, shape_of, worst
+from cache_lab import (
+    Tokens,
+    attend,
+    held_rows,
+    random_tokens,
+    same,
+    same_state,
+    shape_of,
+    small_config,
+    worst,
+)
 
 from veloxquant.cache.batch import RowBatch
 from veloxquant.cache.builder import build_layer
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.coordinators import LayerGroup, groups_for, same_encoding
 from veloxquant.cache.layouts.latent import GROUPS, PLANS
+from veloxquant.cache.table import TABLE
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.quantizers.sizes import LayerShape
@@ -292,3 +304,23 @@ def test_layers_that_differ_are_not_grouped() -> None:
     assert same_encoding(local, RoPE(64, base=10_000))
     assert not same_encoding(local, far)
     assert len(set(map(id, groups_for(split, [one, one], [local, far])))) == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sequence_that_ended_is_gone_without_a_search_for_cycles(method):
+    group = LayerGroup(2)
+    tokens = random_tokens(40)
+    config = small_config(TABLE[method])
+    layers = [
+        build_layer(config, shape_of(tokens), LayerContext(layer=i, n_layers=2, group=group))
+        for i in range(2)
+    ]
+    for layer in layers:
+        layer.update_and_fetch(tokens.keys, tokens.values)
+    watched = [weakref.ref(one) for one in (*layers, *copy.deepcopy(layers))]
+    gc.disable()
+    try:
+        del layers, layer, group
+        assert [ref() for ref in watched] == [None] * 4
+    finally:
+        gc.enable()
