@@ -34,6 +34,12 @@ from veloxquant.quantizers.sizes import LayerShape
 
 pytestmark = pytest.mark.timeout(300)
 every_row = pytest.mark.parametrize("row", READY, ids=NAMES)
+CORE = {"fp16", "kivi", "turboquant_rvq", "kvquant", "snapkv", "h2o", "xquant"}
+"""One row of each kind of cache; the longest checks of the others run with the slow tests."""
+core_row = pytest.mark.parametrize(
+    "row",
+    [pytest.param(r, id=r.name, marks=() if r.name in CORE else pytest.mark.slow) for r in READY],
+)
 
 SLACK = 64 << 10
 PER_ARRAY = 0 if mx.default_device() == mx.cpu else 16 << 10
@@ -120,7 +126,7 @@ def check_recipe(row: MethodRow, shape: LayerShape, length: int, steps: int) -> 
 # ---- the recipe -----------------------------------------------------------------------------
 
 
-@every_row
+@core_row
 @shapes
 def test_a_cache_holds_what_it_says(row: MethodRow, shape: LayerShape) -> None:
     cache = check_recipe(row, shape, 1_088, STEPS)
@@ -146,7 +152,7 @@ def test_a_long_cache_holds_what_it_says(row: MethodRow, shape: LayerShape) -> N
     check_recipe(row, shape, 4_096, STEPS)
 
 
-@every_row
+@core_row
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="Metal keeps other temporaries")
 def test_the_peak_of_a_prompt_is_bounded_and_the_bound_says_something(row: MethodRow) -> None:
     shape = SMOLLM2._replace(itemsize=4)
@@ -240,7 +246,7 @@ def test_a_loaded_cache_holds_what_it_says(row: MethodRow, tmp_path: Any) -> Non
 
 
 @every_row
-@pytest.mark.parametrize("n", [1, 130, 700])
+@pytest.mark.parametrize("n", [1, pytest.param(130, marks=pytest.mark.slow), 700])
 def test_rewinding_gives_memory_back(row: MethodRow, n: int) -> None:
     config = roomy_config(row, head_dim=64)
     warmed(config, SMOLLM2)
