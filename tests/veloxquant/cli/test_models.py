@@ -156,7 +156,6 @@ def test_fit_of_one_method_takes_its_settings(run: Run, demo: Path) -> None:
         (("--set", "kivi_group_size=64"), exit_codes.USAGE, "--method"),
         (("--method", "kivi", "--set", "snap_budget=1"), exit_codes.USAGE, "snap_budget"),
         (("--method", "nope"), exit_codes.NOT_FOUND, "Ready: fp16"),
-        (("--method", "xquant"), exit_codes.UNSUPPORTED, "not built yet"),
     ],
 )
 def test_fit_refuses_settings_as_up_does(

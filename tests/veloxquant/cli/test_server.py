@@ -123,7 +123,6 @@ def test_up_gives_up_when_the_supervisor_stays_away(run: Run, demo: Path, superv
         ((), exit_codes.USAGE, "Which model?"),
         (("nope",), exit_codes.NOT_FOUND, "no model 'nope'"),
         (("Tiny-1B", "--method", "nope"), exit_codes.NOT_FOUND, "no method"),
-        (("Tiny-1B", "--method", "xquant"), exit_codes.UNSUPPORTED, "not built yet"),
         (("Tiny-1B", "--set", "snap_budget=1"), exit_codes.USAGE, "it has: bit_width_inlier"),
         (("Tiny-1B", "--host", "0.0.0.0"), exit_codes.USAGE, "--api-key"),
         (("Tiny-1B", "--memory-limit", "100M"), exit_codes.DOES_NOT_FIT, "--force"),
