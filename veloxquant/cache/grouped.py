@@ -73,6 +73,10 @@ class GroupedCache(ComposedCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add (B, H, L, D) and return everything to attend to, as views or as arrays."""
         self.group.forget_rewound(self)
+        if self.index == 0:
+            # The step before is over for every layer: what all have is coded now, whether or not
+            # somebody looked at the state in between.
+            self.group.settle()
         return super().update_and_fetch(keys, values)
 
     def write(self, keys: mx.array, values: mx.array) -> None:
