@@ -133,7 +133,7 @@ def test_a_cache_holds_what_it_says(row: MethodRow, shape: LayerShape) -> None:
     assert cache.offset == 1_088 + STEPS
 
 
-@every_row
+@core_row
 def test_nothing_of_a_prompt_chunk_stays_but_what_is_said(row: MethodRow) -> None:
     """Arrays that no attention reads yet, such as a scorer's, are evaluated with the output."""
     config = roomy_config(row, head_dim=64)
@@ -207,7 +207,7 @@ def test_long_ragged_rows_hold_what_they_say(row: MethodRow, shape: LayerShape) 
 # ---- copies and files -----------------------------------------------------------------------
 
 
-@every_row
+@core_row
 def test_a_copy_holds_what_it_says_once_both_have_written(row: MethodRow) -> None:
     config = roomy_config(row, head_dim=64)
     warmed(config, SMOLLM2)
@@ -245,7 +245,7 @@ def test_a_loaded_cache_holds_what_it_says(row: MethodRow, tmp_path: Any) -> Non
     assert_two_sided(back, base)
 
 
-@every_row
+@core_row
 @pytest.mark.parametrize("n", [1, pytest.param(130, marks=pytest.mark.slow), 700])
 def test_rewinding_gives_memory_back(row: MethodRow, n: int) -> None:
     config = roomy_config(row, head_dim=64)
