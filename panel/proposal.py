@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from veloxquant.config.common_fields import READERS
 from veloxquant.panel.ports import ModelItem
-from veloxquant.planning.method_settings import fields_of
 from veloxquant.supervisor.messages import LaunchSpec
 
 SMALL_PARAMS = 1_000_000_000
@@ -51,7 +51,7 @@ def propose(
 def _first(model: ModelItem, spec: LaunchSpec) -> Proposal:
     """The proposal for a model that never ran here."""
     small = model.params is not None and model.params < SMALL_PARAMS
-    if small and not spec.options and "bit_width_inlier" in fields_of(spec.method):
+    if small and not spec.options and spec.method in READERS["bit_width_inlier"]:
         why = f"the first that fits here; {SMALL_BITS} bits, since a small model feels fewer"
         spec = msgspec.structs.replace(spec, options={"bit_width_inlier": SMALL_BITS})
         return Proposal(model, spec, why)
