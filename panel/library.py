@@ -4,7 +4,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,8 +241,8 @@ class PlanningLibrary:
         return _demo_answer(process.returncode, answer, said)
 
 
-def _listen(stream: object, said: list[str]) -> None:
-    for line in stream or ():  # type: ignore[attr-defined]
+def _listen(stream: Iterable[str] | None, said: list[str]) -> None:
+    for line in stream or ():
         said.append(clean(line.strip(), 200) or said[-1])
 
 

@@ -1,6 +1,6 @@
 """What tests of caches share: configurations from the method table, feeding, and what is held."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -207,25 +207,6 @@ def held_rows(cache: Any) -> tuple[mx.array, mx.array]:
         return cache.keys_and_values()
     finally:
         cache.returns = before
-
-
-def walk_arrays(*roots: Any) -> Iterator[mx.array]:
-    """Every array reachable from some objects' attributes and containers, each object once."""
-    seen: set[int] = set()
-    todo: list[Any] = list(roots)
-    while todo:
-        one = todo.pop()
-        if id(one) in seen or isinstance(one, str | int | float | type | None):
-            continue
-        seen.add(id(one))
-        if isinstance(one, mx.array):
-            yield one
-        elif isinstance(one, dict):
-            todo.extend(one.values())
-        elif isinstance(one, list | tuple | set | frozenset):
-            todo.extend(one)
-        elif type(one).__module__.startswith("veloxquant."):
-            todo.extend(getattr(one, "__dict__", {}).values())
 
 
 def plan_of(shape: LayerShape, layers: int) -> ModelPlan:

@@ -4,10 +4,10 @@ import gc
 
 import mlx.core as mx
 
+from veloxquant.memory.walker import arrays_in, bytes_of
 from veloxquant.worker.batch import Batch
 from veloxquant.worker.meter import Meter
 from veloxquant.worker.startup import Serving
-from veloxquant.worker.walker import arrays_in, bytes_of
 
 
 def audit(serving: Serving, batch: Batch, meter: Meter) -> dict[str, int]:

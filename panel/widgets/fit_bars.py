@@ -12,7 +12,7 @@ from veloxquant.panel.theme import GLYPHS
 from veloxquant.panel.widgets.gauge import Part, bar
 from veloxquant.panel.widgets.pane import Pane
 
-_NAME = 17
+_NAME = 18
 
 
 def parts_of(row: FitItem, weights: int) -> list[Part]:

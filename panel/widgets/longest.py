@@ -10,7 +10,7 @@ from veloxquant.panel.text import fit, pad
 from veloxquant.panel.theme import GLYPHS
 from veloxquant.panel.widgets.pane import Pane
 
-_NAME = 17
+_NAME = 18
 _TAIL = 26
 
 

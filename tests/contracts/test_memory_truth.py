@@ -23,13 +23,13 @@ from cache_lab import (
     random_tokens,
     roomy_config,
     shape_of,
-    walk_arrays,
 )
 
 from veloxquant.cache.persist import load_caches, save_caches
 from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.cache.table import MethodRow, held
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.memory.walker import arrays_in
 from veloxquant.quantizers.sizes import LayerShape
 
 pytestmark = pytest.mark.timeout(300)
@@ -88,12 +88,12 @@ def warmed(config: KVCacheConfig, shape: LayerShape) -> None:
     prompt(twin, shape, 200)
     decode(twin, shape, 2)
     copy.deepcopy(twin)
-    mx.eval([*walk_arrays(twin)])
+    mx.eval(arrays_in([twin]))
 
 
 def assert_two_sided(cache: Any, base: int) -> None:
     """Every array evaluated: what is held is what is said, neither more nor less."""
-    arrays = list(walk_arrays(cache))
+    arrays = arrays_in([cache])
     mx.eval(arrays)
     slack = SLACK + PER_ARRAY * len(arrays)
     del arrays
@@ -215,13 +215,13 @@ def test_a_copy_holds_what_it_says_once_both_have_written(row: MethodRow) -> Non
     cache = new_cache(config, SMOLLM2)
     prompt(cache, SMOLLM2, 700)
     decode(cache, SMOLLM2, 2)
-    mx.eval([*walk_arrays(cache)])
+    mx.eval(arrays_in([cache]))
     alone = settled() - base
     twin = copy.deepcopy(cache)
     assert settled() - base <= alone + SLACK, "a copy shares until one of both writes"
     decode(cache, SMOLLM2, 40, seed=1)
     decode(twin, SMOLLM2, 40, seed=2)
-    both = [*walk_arrays(cache, twin)]
+    both = arrays_in([cache, twin])
     mx.eval(both)
     del both
     growth, said = settled() - base, cache.nbytes + twin.nbytes
@@ -274,7 +274,7 @@ def ratio_while_fed(
         cache.update_and_fetch(token.keys, token.values)
         check(length, NARROW.full_bytes(length) / cache.nbytes)
         if length % 20 == 0:
-            mx.eval([*walk_arrays(cache)])
+            mx.eval(arrays_in([cache]))
 
 
 def test_kivi_saves_what_it_promises_at_every_length() -> None:

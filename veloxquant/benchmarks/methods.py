@@ -16,7 +16,6 @@ import mlx.nn as nn
 
 from veloxquant.benchmarks.clock import Stopwatch, in_turns, median_ratio
 from veloxquant.benchmarks.planned import PLAIN, PUBLISHED, SLOW_ENCODERS, chosen
-from veloxquant.benchmarks.rivals import reachable
 from veloxquant.benchmarks.speed import (
     DENSE,
     FILL_CHUNK,
@@ -30,6 +29,7 @@ from veloxquant.benchmarks.speed import (
 from veloxquant.cache.builder import build_layer
 from veloxquant.cache.context import LayerContext
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.memory.walker import arrays_in
 from veloxquant.quantizers.sizes import LayerShape
 
 RATIO_SLACK = 0.03
@@ -97,7 +97,7 @@ def size_of(name: str, size: Size) -> dict[str, Any]:
         "ratio": full / nbytes,
         "bits": 16 * nbytes / full,
         "planned": PUBLISHED.get(name),
-        "shared": sum(a.nbytes for a in reachable(cache) if id(a) not in own),
+        "shared": sum(a.nbytes for a in arrays_in([cache]) if id(a) not in own),
     }
 
 

@@ -1,6 +1,6 @@
 """What our caches are measured against: mlx-lm's own caches, and eviction by lot."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -98,22 +98,3 @@ def held_bytes(cache: Any) -> int:
         for side in (cache.keys, cache.values):
             arrays.extend(side if isinstance(side, list | tuple) else [side])
     return sum(2 * a.size if mx.issubdtype(a.dtype, mx.floating) else a.nbytes for a in arrays)
-
-
-def reachable(*roots: Any) -> Iterator[mx.array]:
-    """Every array that some objects keep through their attributes and containers, once each."""
-    seen: set[int] = set()
-    todo: list[Any] = list(roots)
-    while todo:
-        one = todo.pop()
-        if id(one) in seen or isinstance(one, str | int | float | type | None):
-            continue
-        seen.add(id(one))
-        if isinstance(one, mx.array):
-            yield one
-        elif isinstance(one, dict):
-            todo.extend(one.values())
-        elif isinstance(one, list | tuple | set | frozenset):
-            todo.extend(one)
-        elif type(one).__module__.startswith("veloxquant."):
-            todo.extend(getattr(one, "__dict__", {}).values())

@@ -7,8 +7,8 @@ import pytest
 
 from veloxquant.benchmarks import methods, report
 from veloxquant.benchmarks.planned import PLAIN, PUBLISHED, quantising
-from veloxquant.benchmarks.rivals import reachable
 from veloxquant.benchmarks.speed import DENSE, Heads
+from veloxquant.memory.walker import arrays_in
 
 TINY = methods.Size(Heads(2, 1, 64), held=64, contexts=(64, 128), steps=1, prompt=64, turns=1)
 ALONE = [row.name for row in quantising() if row.couples == 1]
@@ -34,7 +34,7 @@ def test_bytes_are_those_of_every_array_of_its_own() -> None:
     cache.commit()
     assert row["nbytes"] == cache.nbytes
     assert row["shared"] > 0
-    everything = sum(a.nbytes for a in reachable(cache))
+    everything = sum(a.nbytes for a in arrays_in([cache]))
     assert everything == row["nbytes"] + row["shared"]
 
 

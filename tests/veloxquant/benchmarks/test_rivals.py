@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from veloxquant.benchmarks.rivals import RandomRows, held_bytes, reachable
+from veloxquant.benchmarks.rivals import RandomRows, held_bytes
 from veloxquant.cache.builder import build_layer
 from veloxquant.cache.table import held
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -67,8 +67,3 @@ def test_bytes_of_the_rivals_are_counted_alike() -> None:
         feed(cache, 256)
     assert held_bytes(plain) == 2 * 2 * 256 * 32 * 2
     assert held_bytes(packed) == 2 * 2 * 256 * (32 * 4 // 8 + 2 * 2)
-
-
-def test_an_array_that_is_reached_twice_counts_once() -> None:
-    a = mx.zeros((4,))
-    assert list(reachable({"one": a, "two": [a, (a,)]}, "a name", 3, None)) == [a]

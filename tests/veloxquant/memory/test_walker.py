@@ -3,7 +3,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from veloxquant.worker.walker import arrays_in, bytes_of
+from veloxquant.memory.walker import arrays_in, bytes_of
 
 
 class Slotted:
