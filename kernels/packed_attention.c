@@ -54,13 +54,26 @@ static void *attend_part(void *argument) {
     return NULL;
 }
 
+/* Whether runs cover just the call's tokens, and parts the tokens of the run before them. */
+static int covers(const vq_run *runs, int n, int32_t tokens) {
+    int64_t sum = 0;
+    for (int k = 0; k < n; k++) {
+        int length = runs[k].stop - runs[k].start;
+        if (runs[k].start < 0 || length < 0 || runs[k].stop > runs[k].capacity) return 0;
+        if (runs[k].add && (k == 0 || length != runs[k - 1].stop - runs[k - 1].start)) return 0;
+        if (!runs[k].add) sum += length;
+    }
+    return sum == tokens;
+}
+
 /* 0 when done; 1 for a shape this file does not take; 2 when memory ran out. */
 int vq_attend(const vq_call *call, int threads) {
     if (call->rows < 1 || call->rows > MAX_ROWS || call->tokens < 1 || call->length < 1) return 1;
+    if (!covers(call->keys, call->n_keys, call->tokens)) return 1;
+    if (!covers(call->values, call->n_values, call->tokens)) return 1;
     for (int k = 0; k < call->n_keys + call->n_values; k++) {
         const vq_run *r = k < call->n_keys ? &call->keys[k] : &call->values[k - call->n_keys];
         if (r->width < 1 || r->width > MAX_DIM || r->dim > MAX_DIM) return 1;
-        if (r->add && (k == 0 || k == call->n_keys)) return 1;
         if (r->kind == AFFINE_CHANNEL && !is_whole(r)) return 1;
         if (refused(r) || (r->kind != SPARSE && r->dim > r->width)) return 1;
     }

@@ -37,13 +37,28 @@ def stream(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.packbits(flat, axis=-1, bitorder="little").view(np.uint32)
 
 
-def agree(first: Coded, second: Coded) -> None:
+@pytest.fixture(autouse=True)
+def taken(monkeypatch) -> list[bool]:
+    """What the kernel answered; a refusal would leave the reference to be compared with itself."""
+    answers: list[bool] = []
+    compute = native.attend
+
+    def attend_and_note(*args, **call) -> bool:
+        answers.append(compute(*args, **call))
+        return answers[-1]
+
+    monkeypatch.setattr(native, "attend", attend_and_note)
+    return answers
+
+
+def agree(first: Coded, second: Coded, taken: list[bool]) -> None:
     q = mx.random.normal((2, HEADS * REPEAT, 1, DIM), key=mx.random.key(1))
     call = {"n_kv": HEADS, "v_dim": DIM, "scale": DIM**-0.5, "mask": None}
     for keys, values in ((first, second), (second, first)):
         fast = attend(q, [keys], [values], **call)
         plain = attend(q, [keys], [values], use_kernels=False, **call)
         np.testing.assert_allclose(fast, plain, atol=1e-5)
+    assert taken == [True, True]
 
 
 def vector_rows(rng, bits, sub, shared, *, signs: bool, norms: bool, dtype) -> Coded:
@@ -70,16 +85,16 @@ def vector_rows(rng, bits, sub, shared, *, signs: bool, norms: bool, dtype) -> C
 
 @pytest.mark.parametrize("bits", [1, 7, 8, 12, 16])
 @pytest.mark.parametrize("shared", [True, False])
-def test_vector_codes_of_any_width_agree(bits, shared):
+def test_vector_codes_of_any_width_agree(bits, shared, taken):
     rng = np.random.default_rng(bits)
     sub = 8 if bits > 8 else 4
     keys = vector_rows(rng, bits, sub, shared, signs=False, norms=True, dtype=np.float32)
     values = vector_rows(rng, 8, 8, shared, signs=True, norms=False, dtype=np.float16)
-    agree(keys, values)
+    agree(keys, values, taken)
 
 
 @pytest.mark.parametrize("index", [np.uint8, np.uint16])
-def test_sparse_slots_agree_and_skip_empty_ones(index):
+def test_sparse_slots_agree_and_skip_empty_ones(index, taken):
     rng = np.random.default_rng(3)
     slots = 3
     channel = rng.permuted(np.tile(np.arange(DIM + 1), (2, HEADS, TOKENS, 1)), axis=-1)[..., :slots]
@@ -91,7 +106,7 @@ def test_sparse_slots_agree_and_skip_empty_ones(index):
         SPARSE, mx.array(channel.astype(index)), 0, TOKENS, slots, scale=mx.array(value)
     )
     dense = vector_rows(rng, 8, 8, shared=True, signs=False, norms=False, dtype=np.float32)
-    agree(Coded(rows[..., :DIM], run), dense)
+    agree(Coded(rows[..., :DIM], run), dense, taken)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
@@ -114,7 +129,7 @@ def test_a_query_that_may_see_nothing_gives_zeros(use_kernels):
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 256])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-def test_polar_trees_of_any_size_agree(dim, bits):
+def test_polar_trees_of_any_size_agree(dim, bits, taken):
     rows = mx.random.normal((1, 2, 140, dim), key=mx.random.key(bits))
     store = Store(codec_for(PolarSpec(bits, 3, unbiased=True), dim), 128)
     store.append(rows)
@@ -123,6 +138,20 @@ def test_polar_trees_of_any_size_agree(dim, bits):
     fast = attend(q, [store], [store], **call)
     plain = attend(q, [store], [store], use_kernels=False, **call)
     np.testing.assert_allclose(fast, plain, atol=1e-5)
+    assert taken == [True]
     with dispatch.arrays_only(True):
         unpacked = store.decode(0, 140, mx.float32)
     np.testing.assert_allclose(store.decode(0, 140, mx.float32), unpacked, atol=1e-5)
+
+
+def test_runs_of_other_lengths_than_the_call_are_refused():
+    rows = mx.random.normal((1, 1, 8, 64))
+    run = Fresh(rows).native()
+    q, out = np.ones((1, 1, 1, 64), np.float32), np.zeros((1, 1, 1, 64), np.float32)
+    call = {"length": 1, "causal": False, "sinks": None, "mask": None, "threads": 1}
+    part = Fresh(rows).native()._replace(stop=7)
+    assert native.attend([q], [run], [run], [out], tokens=8, **call)
+    assert not native.attend([q], [run], [run], [out], tokens=7, **call)
+    assert not native.attend([q], [run._replace(stop=9)], [run], [out], tokens=9, **call)
+    added = frozenset([id(part)])
+    assert not native.attend([q, q], [run, part], [run], [out], tokens=8, added=added, **call)
