@@ -40,15 +40,16 @@ class _Rotated(ctypes.Structure):
     ]  # fmt: skip
 
 
+_fits: dict[int, bool] = {}
+
+
 def _library() -> ctypes.CDLL | None:
-    if mx.default_device() != mx.cpu:
+    if mx.default_device() != mx.cpu or (lib := native.library()) is None:
         return None
-    lib = native.library()
-    if lib is None or lib.vq_encode_abi() != (
-        ctypes.sizeof(_Affine) * 1000 + ctypes.sizeof(_Rotated)
-    ):
-        return None
-    return lib
+    if (fits := _fits.get(id(lib))) is None:
+        sizes = ctypes.sizeof(_Affine) * 1000 + ctypes.sizeof(_Rotated)
+        fits = _fits[id(lib)] = lib.vq_encode_abi() == sizes
+    return lib if fits else None
 
 
 def _rows(x: mx.array) -> np.ndarray:
@@ -82,10 +83,10 @@ def affine(
     scale = np.empty((*lead, width // group), dtype=np.float32)
     bias = np.empty_like(scale)
     call = _Affine(
-        x=rows.ctypes.data, outer=batch * heads * outer, outer_batch=outer, base_stride=n * dim,
+        x=native.address(rows), outer=batch * heads * outer, outer_batch=outer, base_stride=n * dim,
         row_stride=1 if along_tokens else dim, step=dim if along_tokens else 1, n=width,
-        bits=bits, group=group, type=native.type_code(dtype), words=words.ctypes.data,
-        scale=scale.ctypes.data, bias=bias.ctypes.data,
+        bits=bits, group=group, type=native.type_code(dtype), words=native.address(words),
+        scale=native.address(scale), bias=native.address(bias),
     )  # fmt: skip
     if lib.vq_encode_affine(ctypes.byref(call), dispatch.threads(rows.size)):
         return None
@@ -127,9 +128,9 @@ def rotated(
     words = np.empty((*rows.shape[:3], lanes * bits), dtype=np.uint32)
     norm = np.empty((*rows.shape[:3], 1), dtype=np.float32)
     call = _Rotated(
-        x=rows.ctypes.data, rows=rows.size // dim, dim=dim, lanes=lanes, bits=bits,
-        unbiased=int(unbiased), signs=signs.ctypes.data, thresholds=thresholds.ctypes.data,
-        levels=levels.ctypes.data, words=words.ctypes.data, norm=norm.ctypes.data,
+        x=native.address(rows), rows=rows.size // dim, dim=dim, lanes=lanes, bits=bits,
+        unbiased=int(unbiased), signs=native.address(signs), thresholds=native.address(thresholds),
+        levels=native.address(levels), words=native.address(words), norm=native.address(norm),
     )  # fmt: skip
     if lib.vq_encode_rotated(ctypes.byref(call), dispatch.threads(rows.size)):
         return None

@@ -70,7 +70,12 @@ class _Rows(ctypes.Structure):
 
 
 class Basis(Protocol):
-    """A linear map between the model's channels and those that a run is coded in."""
+    """A linear map between the model's channels and those that a run is coded in.
+
+    Where the map is one product with a constant matrix and back one with its transpose, a method
+    `product` gives that matrix, (D, dim) or (H, D, dim) fp32 in numpy: `rotate_query` is
+    `q @ product()`.
+    """
 
     def rotate_query(self, q: mx.array) -> mx.array:
         """Queries (B, H, M, D) so that products with coded rows are those with the rows."""
@@ -181,8 +186,15 @@ def _steps(a: np.ndarray, axes: int) -> tuple[int, ...]:
     )
 
 
+def address(a: np.ndarray) -> int:
+    """Address of an array's memory."""
+    return a.__array_interface__["data"][0]
+
+
 def _describe(run: NativeRun, keep: list[np.ndarray]) -> _Run:
     data = seen(run.data)
+    if data.strides[-1] != data.itemsize:  # fresh rows may be views of the model's own arrays
+        data = np.ascontiguousarray(data)
     out = _Run()
     out.kind, out.bits, out.group = run.kind, run.bits, run.group
     out.start, out.stop, out.width = run.start, run.stop, run.width
@@ -191,34 +203,34 @@ def _describe(run: NativeRun, keep: list[np.ndarray]) -> _Run:
     if run.kind == SPARSE:
         out.bits = data.itemsize * 8
     item = data.itemsize
-    out.data = data.ctypes.data
+    out.data = address(data)
     out.data_batch, out.data_head, out.data_row = (s // item for s in data.strides[:3])
     keep.append(data)
     typed = run.scale if run.scale is not None else run.data
     out.type = _TYPES.get(typed.dtype, 0)
     if run.scale is not None:
         scale = seen(run.scale)
-        out.scale = scale.ctypes.data
+        out.scale = address(scale)
         size = scale.itemsize
         out.scale_batch, out.scale_head, out.scale_row = (s // size for s in scale.strides[:3])
         keep.append(scale)
     if run.bias is not None:
         bias = seen(run.bias)
-        out.bias = bias.ctypes.data
+        out.bias = address(bias)
         keep.append(bias)
     if run.book is not None:
         book = seen(run.book)
-        out.book, out.book_type = book.ctypes.data, _TYPES[run.book.dtype]
+        out.book, out.book_type = address(book), _TYPES[run.book.dtype]
         if run.kind == VECTOR:
             out.book_batch, out.book_head, out.book_part = _steps(book, 3)
         keep.append(book)
     if run.signs is not None:
         signs = seen(run.signs)
-        out.signs = signs.ctypes.data
+        out.signs = address(signs)
         out.sign_batch, out.sign_head, out.sign_row = _steps(signs, 3)
         keep.append(signs)
     if run.levels is not None:
-        out.levels = run.levels.ctypes.data
+        out.levels = address(run.levels)
         keep.append(run.levels)
     return out
 
@@ -264,9 +276,9 @@ def attend(
     key_runs = (_Run * len(keys))(*(_describe(r, keep) for r in keys))
     value_runs = (_Run * len(values))(*(_describe(r, keep) for r in values))
     for struct, q, run in zip(key_runs, queries, keys, strict=True):
-        struct.q, struct.dim, struct.add = q.ctypes.data, q.shape[-1], int(id(run) in added)
+        struct.q, struct.dim, struct.add = address(q), q.shape[-1], int(id(run) in added)
     for struct, out, run in zip(value_runs, outs, values, strict=True):
-        struct.out, struct.dim, struct.add = out.ctypes.data, out.shape[-1], int(id(run) in added)
+        struct.out, struct.dim, struct.add = address(out), out.shape[-1], int(id(run) in added)
     batch, heads, rows, _ = queries[0].shape
     call = _Call()
     call.keys, call.values = key_runs, value_runs
@@ -274,9 +286,9 @@ def attend(
     call.batch, call.heads, call.rows, call.length = batch, heads, rows, length
     call.tokens = tokens
     call.causal = int(causal)
-    call.sinks = None if sinks is None else sinks.ctypes.data
+    call.sinks = None if sinks is None else address(sinks)
     if mask is not None:
-        call.mask = mask.ctypes.data
+        call.mask = address(mask)
         call.mask_batch = mask.shape[1] * mask.shape[2] if len(mask) > 1 else 0
     status = lib.vq_attend(ctypes.byref(call), threads)
     if status > 1:

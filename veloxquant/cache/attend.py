@@ -14,7 +14,7 @@ from veloxquant.cache.native_step import attend_native
 from veloxquant.cache.plans import SCORE_BYTES, TILE_TOKENS
 from veloxquant.kernels import dispatch
 from veloxquant.kernels.native import PLAIN, NativeRun
-from veloxquant.quantizers.base import NativeParts, compute_dtype
+from veloxquant.quantizers.base import NativeParts, compute_dtype, saturated
 
 PACKED_ROWS = 16
 """Query rows of one KV head up to which packed products beat decoding a tile (measured on CPU)."""
@@ -62,7 +62,7 @@ class Fresh:
 
     def native(self) -> NativeRun:
         """The rows for the compiled kernel."""
-        return NativeRun(PLAIN, mx.contiguous(self.x), 0, self.length, self.x.shape[-1])
+        return NativeRun(PLAIN, self.x, 0, self.length, self.x.shape[-1])
 
     def decode(self, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
         """The rows themselves."""
@@ -113,25 +113,25 @@ def attend(
     work = compute_dtype(queries.dtype)
     if isinstance(mask, mx.array) and mask.shape[-1] != total:
         raise ValueError(f"the mask covers {mask.shape[-1]} tokens, the cache holds {total}")
-    q = (queries.astype(work) * scale).reshape(batch, n_kv, repeat * length, dim)
+    rows, widest = repeat * length, max(dim, v_dim)
+    if dispatch.route(rows=rows, dim=widest, mask=mask, use_kernels=use_kernels) == "native":
+        done = attend_native(
+            queries, keys, values, n_kv=n_kv, v_dim=v_dim, scale=scale, mask=mask, sinks=sinks
+        )
+        if done is not None:
+            return saturated(done, queries.dtype)
+    q = (queries.astype(work) * scale).reshape(batch, n_kv, rows, dim)
     if sinks is not None:
         sinks = mx.broadcast_to(
             sinks.astype(mx.float32).reshape(1, n_kv, repeat, 1), (batch, n_kv, repeat, length)
-        ).reshape(batch, n_kv, repeat * length, 1)
-    rows, widest = repeat * length, max(dim, v_dim)
-    out = None
-    if dispatch.route(rows=rows, dim=widest, mask=mask, use_kernels=use_kernels) == "native":
-        out = attend_native(q, keys, values, v_dim=v_dim, length=length, mask=mask, sinks=sinks)
-    if out is not None:
-        pass
-    else:
-        with dispatch.arrays_only(use_kernels is False):
-            if rows <= PACKED_ROWS:
-                bias = _Bias(mask, n_kv, repeat, length, total)
-                out = _attend_packed(q, keys, values, bias, sinks)
-            else:
-                out = _attend_chunks(q, keys, values, mask, n_kv, repeat, length, total, sinks)
-    return out.reshape(batch, n_q, length, -1).astype(queries.dtype)
+        ).reshape(batch, n_kv, rows, 1)
+    with dispatch.arrays_only(use_kernels is False):
+        if rows <= PACKED_ROWS:
+            bias = _Bias(mask, n_kv, repeat, length, total)
+            out = _attend_packed(q, keys, values, bias, sinks)
+        else:
+            out = _attend_chunks(q, keys, values, mask, n_kv, repeat, length, total, sinks)
+    return saturated(out.reshape(batch, n_q, length, -1), queries.dtype)
 
 
 class _Bias:

@@ -1,5 +1,6 @@
 """What a codec is: vectors in, packed arrays out, and products computed from the packed form."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -19,7 +20,9 @@ __all__ = [
     "Shared",
     "TokenAxis",
     "compute_dtype",
+    "headroom",
     "is_order",
+    "saturated",
 ]
 
 Packed = dict[str, mx.array]
@@ -100,6 +103,26 @@ class FittedCodec(Codec, Protocol):
 def compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
     """The type attention computes in: fp32 on the CPU backend, where 16-bit products are loops."""
     return dtype if mx.default_device() == mx.gpu else mx.float32
+
+
+_FP16_MAX = 65504.0
+
+
+def saturated(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """`x` in `dtype`; what fp16 cannot hold becomes its largest number instead of infinity.
+
+    Rows near that number decode, with their error, to a little more.
+    """
+    return (mx.clip(x, -_FP16_MAX, _FP16_MAX) if dtype == mx.float16 else x).astype(dtype)
+
+
+def headroom(dim: int, dtype: mx.Dtype) -> float:
+    """What projections of rows (..., dim) are divided by to fit into `dtype`; 1 except for fp16.
+
+    A power of two, so nothing is rounded: twice the most by which a vector is longer than its
+    largest entry.
+    """
+    return 2.0 ** math.ceil(math.log2(2 * math.sqrt(dim))) if dtype == mx.float16 else 1.0
 
 
 def is_order(index: mx.array) -> bool:

@@ -74,6 +74,10 @@ class Rotation:
         """The same map for a few vectors, as one product."""
         return q @ self.matrix.T.astype(q.dtype)
 
+    def product(self) -> np.ndarray:
+        """What `rotate_query` multiplies by, (dim, dim)."""
+        return np.asarray(self.matrix).T
+
     def unrotate(self, x: mx.array) -> mx.array:
         """Inverse of `rotate_query`."""
         return x @ self.matrix.astype(x.dtype)
@@ -105,6 +109,10 @@ class Matrix:
     def rotate_query(self, q: mx.array) -> mx.array:
         """Queries (B, H, M, D) times the transposed matrix."""
         return q @ self.matrix.swapaxes(-1, -2).astype(q.dtype)
+
+    def product(self) -> np.ndarray:
+        """What `rotate_query` multiplies by, (D, rows) or (H, D, rows)."""
+        return np.asarray(self.matrix).swapaxes(-1, -2)
 
     def unrotate(self, x: mx.array) -> mx.array:
         """Rows (B, H, M, rows) times the matrix."""
