@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from veloxquant.cache.store import Store
-from veloxquant.quantizers.base import NativeParts, Packed
+from veloxquant.quantizers.base import NativeParts, Packed, saturated
 
 
 class Picked:
@@ -37,4 +37,4 @@ class Picked:
             name: a[:, :, start:stop] if name in self.codec.axes else a
             for name, a in self._packed.items()
         }
-        return self.codec.decode(part, dtype)
+        return saturated(self.codec.decode(part, dtype), dtype)

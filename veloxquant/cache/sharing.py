@@ -9,7 +9,7 @@ import mlx.core as mx
 from veloxquant.cache.plans import StreamPlan
 from veloxquant.cache.store import Store
 from veloxquant.cache.stream import Stream
-from veloxquant.quantizers.base import Codec, Packed
+from veloxquant.quantizers.base import Codec, Packed, saturated
 from veloxquant.quantizers.sizes import round_up
 from veloxquant.quantizers.together import TogetherCodec
 
@@ -63,7 +63,7 @@ class SharingStore(Store):
         low, high = start // block * block, min(round_up(stop, block), self.capacity)
         own = {name: self._range(name, low, high) for name in self._arrays}
         rows = self.codec.decode({**self._lent(low, high), **own, **self._fitted}, dtype)
-        return rows[:, :, start - low : stop - low]
+        return saturated(rows[:, :, start - low : stop - low], dtype)
 
 
 class SharingStream(Stream):

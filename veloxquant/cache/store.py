@@ -10,8 +10,16 @@ from veloxquant.cache.selection import pick_rows
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.kernels import dispatch
 from veloxquant.kernels.native import PLAIN, NativeRun, decode
-from veloxquant.quantizers.base import Codec, FittedCodec, NativeParts, Packed, TokenAxis
+from veloxquant.quantizers.base import (
+    Codec,
+    FittedCodec,
+    NativeParts,
+    Packed,
+    TokenAxis,
+    saturated,
+)
 from veloxquant.quantizers.sizes import round_up
+from veloxquant.quantizers.specs.plain import PlainSpec
 
 
 class _Kind(NamedTuple):
@@ -64,6 +72,11 @@ class Store:
     def length(self) -> int:
         """Tokens held."""
         return self._stop - self._start
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rows are held as they came."""
+        return isinstance(self.codec.spec, PlainSpec)
 
     # ---- size ---------------------------------------------------------------------------
 
@@ -228,12 +241,12 @@ class Store:
         """
         start, stop = start + self._start, stop + self._start
         if (rows := self._decode_native(start, stop)) is not None:
-            return rows.astype(dtype)
+            return saturated(rows, dtype)
         block = self.codec.spec.block
         low, high = start // block * block, min(round_up(stop, block), self.capacity)
         part = {name: self._range(name, low, high) for name in self._arrays}
-        rows = self.codec.decode({**part, **self._fitted}, dtype)
-        return rows[:, :, start - low : stop - low]
+        rows = self.codec.decode({**part, **self._fitted}, dtype)[:, :, start - low : stop - low]
+        return rows if self.is_exact else saturated(rows, dtype)
 
     def _decode_native(self, start: int, stop: int) -> mx.array | None:
         """Buffer positions [start, stop) through the compiled kernel, None if it cannot."""

@@ -12,7 +12,7 @@ import mlx.core as mx
 from veloxquant.dsa.mlx_pack import pack
 from veloxquant.kernels import encode
 from veloxquant.kernels.native import AFFINE_CHANNEL, AFFINE_TOKEN, NativeRun
-from veloxquant.quantizers.base import Packed, Shared, TokenAxis
+from veloxquant.quantizers.base import Packed, Shared, TokenAxis, saturated
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 
 _MLX_ENCODER_BITS = 2
@@ -62,9 +62,15 @@ def affine_encode(
 
 
 def affine_decode(packed: Packed, bits: int, group: int, dtype: mx.Dtype) -> mx.array:
-    """Inverse of `affine_encode` in `dtype`; scales are widened first, so nothing rounds twice."""
-    scales, biases = packed["s"].astype(dtype), packed["b"].astype(dtype)
-    return mx.dequantize(packed["w"], scales, biases, group_size=group, bits=bits)
+    """Inverse of `affine_encode` in `dtype`; scales are widened first, so nothing rounds twice.
+
+    In fp32 where fp16 is asked for: a code times its scale may go over 65504 although the row,
+    once the minimum is added, does not.
+    """
+    wide = mx.float32 if dtype == mx.float16 else dtype
+    scales, biases = packed["s"].astype(wide), packed["b"].astype(wide)
+    rows = mx.dequantize(packed["w"], scales, biases, group_size=group, bits=bits)
+    return saturated(rows, dtype)
 
 
 def _pad_last(x: mx.array, size: int) -> mx.array:

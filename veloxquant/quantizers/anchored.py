@@ -16,7 +16,7 @@ from veloxquant.kernels import native
 from veloxquant.kernels.native import NativeRun
 from veloxquant.quantizers.base import NativeParts, Packed, Shared, TokenAxis
 from veloxquant.quantizers.classed import ClassedCodec, Part
-from veloxquant.quantizers.codebook import CodebookCodec
+from veloxquant.quantizers.codebook import CodebookCodec, narrow
 from veloxquant.quantizers.saliency import rank, unit_rows
 from veloxquant.quantizers.specs.anchored import AnchorSpec, ProjectedSpec
 
@@ -137,7 +137,7 @@ class ProjectedCodec(Shared):
         if self.rest is not None:
             if coded is not None:
                 residual = mx.where(coded[..., None], residual, 0.0)
-            out |= self.rest.encode(residual.astype(x.dtype))
+            out |= self.rest.encode(residual, narrow(x.dtype))
         return out
 
     def scores(self, q: mx.array, packed: Packed) -> mx.array:

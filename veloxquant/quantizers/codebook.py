@@ -73,9 +73,9 @@ class CodebookCodec(Shared):
 
     # ---- coding -------------------------------------------------------------------------
 
-    def encode(self, x: mx.array) -> Packed:
-        """Pack (B, H, n, D) for any n; every token alone. Norms are bf16, or fp32 for fp32 rows."""
-        dtype, table = narrow(x.dtype), self.table
+    def encode(self, x: mx.array, dtype: mx.Dtype | None = None) -> Packed:
+        """Pack (B, H, n, D) for any n; every token alone. Norms in `dtype`, else `narrow`."""
+        dtype, table = dtype or narrow(x.dtype), self.table
         if isinstance(self.rotation, Rotation):
             coded = encode.rotated(
                 x, bits=self.spec.bits, unbiased=self.spec.unbiased, signs=self.rotation.signs,

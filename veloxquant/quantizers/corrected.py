@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from veloxquant.kernels.native import MAX_DIM, SPARSE, NativeRun
 from veloxquant.quantizers import slots, sparse
-from veloxquant.quantizers.base import Packed, Shared, TokenAxis
+from veloxquant.quantizers.base import Packed, Shared, TokenAxis, saturated
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.lowrank import low_rank
 from veloxquant.quantizers.specs.coded import CorrectedSpec
@@ -83,7 +83,7 @@ class CorrectedCodec(Shared):
         # Entries near one on the left and no larger than the error on the right: neither
         # overflows in 16 bits.
         even = math.sqrt(self.spec.block)
-        left, right = (left * even).astype(dtype), (right / even).astype(dtype)
+        left, right = (left * even).astype(dtype), saturated(right / even, dtype)
         remaining = blocks - left.astype(mx.float32) @ right.astype(mx.float32)
         energy = [mx.square(part).sum(axis=(-1, -2)) for part in (blocks, remaining)]
         batch, heads, count, size, rank = left.shape

@@ -11,7 +11,7 @@ import numpy as np
 
 from veloxquant.kernels.native import MAX_DIM, PLAIN, NativeRun
 from veloxquant.quantizers.affine import AffineChannelCodec
-from veloxquant.quantizers.base import Packed, Shared
+from veloxquant.quantizers.base import Packed, Shared, headroom
 from veloxquant.quantizers.specs.affine import AffineChannelSpec
 from veloxquant.quantizers.specs.latent import PROJECTED, ScheduledSpec
 from veloxquant.quantizers.transform import Moments, sample_moments
@@ -26,6 +26,21 @@ def directions(covariance: np.ndarray) -> np.ndarray:
     # MLX's decomposition stays on one thread; numpy's waits on many for small matrices.
     _, vectors = mx.linalg.eigh(mx.array(unit), stream=mx.cpu)
     return np.array(vectors)[..., ::-1]
+
+
+def basis_of(vectors: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    """Directions (..., D, r) as they are stored: they turn latents into rows.
+
+    A latent is as large as its row is long, which is over 65504 for rows that fp16 holds; there
+    directions are as much longer as latents are smaller.
+    """
+    wide = np.ascontiguousarray(vectors) * headroom(vectors.shape[-2], dtype)
+    return mx.array(wide).astype(dtype)
+
+
+def projecting(basis: mx.array) -> mx.array:
+    """The fp32 directions that turn rows into latents for a stored basis (..., D, r)."""
+    return basis.astype(mx.float32) / headroom(basis.shape[-2], basis.dtype) ** 2
 
 
 def project(x: mx.array, basis: mx.array, rows: int = PROJECTED) -> mx.array:
@@ -77,7 +92,8 @@ class Centre:
 class ScheduledCodec(Shared):
     """`basis` (D, live), `mean` (1, D), and `w`, `s`, `b` of each width, numbered in front.
 
-    `moments` says what rows to expect, those of the first ones if it is left out.
+    The basis is that of `basis_of`. `moments` says what rows to expect, those of the first ones if
+    it is left out.
     """
 
     def __init__(self, dim: int, spec: ScheduledSpec, moments: MomentsOf | None = None) -> None:
@@ -101,7 +117,7 @@ class ScheduledCodec(Shared):
         found = self.moments(x)
         vectors = directions(found.covariance)[..., self._columns]
         return {
-            "basis": mx.array(np.ascontiguousarray(vectors)).astype(x.dtype),
+            "basis": basis_of(vectors, x.dtype),
             "mean": mx.array(found.mean.astype(np.float32)).astype(x.dtype),
         }
 
@@ -113,7 +129,8 @@ class ScheduledCodec(Shared):
     def encode_fitted(self, x: mx.array, fitted: Packed) -> Packed:
         """Pack (B, H, n, D), n a multiple of the block."""
         centred = x.astype(mx.float32) - fitted["mean"].astype(mx.float32)
-        latents = project(centred, fitted["basis"], self.spec.block).astype(x.dtype)
+        basis = projecting(fitted["basis"])
+        latents = project(centred, basis, self.spec.block).astype(x.dtype)
         return {
             f"{i}.{name}": a
             for i, (codec, start, stop) in enumerate(self.parts)

@@ -12,7 +12,7 @@ import numpy as np
 from veloxquant.kernels.native import MAX_DIM, NativeRun
 from veloxquant.quantizers.base import Codec, Packed, Shared
 from veloxquant.quantizers.codecs import codec_for
-from veloxquant.quantizers.latent import Directions, directions, project
+from veloxquant.quantizers.latent import Directions, basis_of, directions, project, projecting
 from veloxquant.quantizers.specs.latent import LatentSpec
 
 
@@ -23,7 +23,7 @@ def second_moments(x: mx.array) -> np.ndarray:
 
 
 class LatentCodec(Shared):
-    """`basis` (D, r), and the arrays of both formats with their number in front.
+    """`basis` (D, r) of `basis_of`, and the arrays of both formats with their number in front.
 
     `moments` gives the second moments of rows to expect, those of the first ones if left out.
     """
@@ -48,7 +48,7 @@ class LatentCodec(Shared):
     def fit(self, x: mx.array) -> Packed:
         """Strongest directions of (B, H, fit_tokens, D); waits for the rows once."""
         vectors = directions(self.moments(x))[..., : self.spec.kept(self.dim)]
-        return {"basis": mx.array(np.ascontiguousarray(vectors)).astype(x.dtype)}
+        return {"basis": basis_of(vectors, x.dtype)}
 
     def encode(self, x: mx.array) -> Packed:
         """Fit to these rows and pack them; a store keeps the basis instead."""
@@ -57,7 +57,7 @@ class LatentCodec(Shared):
 
     def encode_fitted(self, x: mx.array, fitted: Packed) -> Packed:
         """Pack (B, H, n, D)."""
-        return self.pack(project(x, fitted["basis"]).astype(x.dtype))
+        return self.pack(project(x, projecting(fitted["basis"])).astype(x.dtype))
 
     def pack(self, latents: mx.array) -> Packed:
         """Pack latents (B, H, n, r)."""

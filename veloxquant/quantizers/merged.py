@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from veloxquant.quantizers.base import Packed, TokenAxis
+from veloxquant.quantizers.base import Packed, TokenAxis, headroom
 from veloxquant.quantizers.specs.shared import MERGED_BLOCK, MergedSpec
 from veloxquant.quantizers.together import TogetherCodec
 
@@ -19,7 +19,6 @@ _FLAT = 1e-4
 """Sine of an angle below which a straight line replaces the arc."""
 EMPTY = 255
 """Place of a slot that holds nothing."""
-_FP16_MAX = 65504.0
 
 
 def length_and_direction(x: mx.array) -> tuple[mx.array, mx.array]:
@@ -45,7 +44,8 @@ def slerp_directions(a: mx.array, b: mx.array, t: float) -> mx.array:
 class MergedCodec(TogetherCodec):
     """`e` (B, H, T, D) of the first layer, `n` (B, H, T, 1) of each; `y`, `i`: slots of the other.
 
-    `i` is the place of a slot in its block of tokens, 255 for an empty one.
+    `i` is the place of a slot in its block of tokens, 255 for an empty one. In fp16 directions are
+    longer than one by the `headroom` that lengths lack.
     """
 
     borrowed = ("e",)
@@ -64,8 +64,9 @@ class MergedCodec(TogetherCodec):
         x, y = rows[0], rows[-1]
         dtype, (batch, heads, n, dim) = x.dtype, x.shape
         (long_x, unit_x), (long_y, unit_y) = length_and_direction(x), length_and_direction(y)
-        shared = slerp_directions(unit_x, unit_y, self.spec.t).astype(dtype)
-        longs = [_narrow(long_x, dtype), _narrow(long_y, dtype)]
+        room = headroom(dim, dtype)
+        shared = (slerp_directions(unit_x, unit_y, self.spec.t) * room).astype(dtype)
+        longs = [(long / room).astype(dtype) for long in (long_x, long_y)]
         if not self.spec.slots:
             return [{"e": shared, "n": longs[0]}, {"n": longs[1]}]
         blocks = (batch, heads, n // MERGED_BLOCK, MERGED_BLOCK)
@@ -138,9 +139,3 @@ class MergedCodec(TogetherCodec):
 def _onehot(index: mx.array) -> mx.array:
     """(..., slots) places to (..., slots, tokens of a block); places outside of it are nowhere."""
     return index[..., None] == mx.arange(MERGED_BLOCK)
-
-
-def _narrow(length: mx.array, dtype: mx.Dtype) -> mx.array:
-    return (
-        mx.minimum(length, _FP16_MAX).astype(dtype) if dtype == mx.float16 else length.astype(dtype)
-    )

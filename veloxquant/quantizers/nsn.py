@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from veloxquant.kernels.native import VECTOR, NativeRun
 from veloxquant.quantizers import gaussian
-from veloxquant.quantizers.base import Packed, Shared, TokenAxis
+from veloxquant.quantizers.base import Packed, Shared, TokenAxis, saturated
 from veloxquant.quantizers.bit_stream import pack_codes, unpack_codes
 from veloxquant.quantizers.hadamard import hadamard
 from veloxquant.quantizers.specs.vector import NSNSpec
@@ -38,8 +38,7 @@ def normalise_shift_normalise(
     (..., 1, D) stays in fp32. A token of zeros has `s1` 0.
     """
     x = x.astype(mx.float32)
-    most = 65504.0 if dtype == mx.float16 else 3e38
-    s1 = mx.minimum(root_mean_square(x), most).astype(dtype)
+    s1 = saturated(root_mean_square(x), dtype)
     wide = s1.astype(mx.float32)
     y = mx.where(wide > 0, x / mx.maximum(wide, _TINY), 0.0)
     mean = y.mean(axis=-2, keepdims=True)
@@ -84,7 +83,7 @@ class NSNCodec(Shared):
         fit = (u * hat).sum(axis=-1, keepdims=True)
         fit = fit / mx.maximum(mx.square(hat).sum(axis=-1, keepdims=True), _TINY)
         wide = s1.astype(mx.float32) * s2.astype(mx.float32)
-        packed["a"] = (wide.reshape(batch, heads, n, 1) * fit).astype(x.dtype)
+        packed["a"] = saturated(wide.reshape(batch, heads, n, 1) * fit, x.dtype)
         packed["c"] = s1.reshape(batch, heads, n, 1)
         packed["m"] = self.basis.rotate(mean.squeeze(-2)).astype(x.dtype)
         return packed

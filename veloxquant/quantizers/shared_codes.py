@@ -15,7 +15,7 @@ import mlx.core as mx
 from veloxquant.dsa.mlx_pack import unpack
 from veloxquant.kernels.native import NativeRun
 from veloxquant.quantizers.affine import AffineChannelCodec, AffineTokenCodec
-from veloxquant.quantizers.base import Packed
+from veloxquant.quantizers.base import Packed, saturated
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.specs.shared import SharedCodesSpec
 from veloxquant.quantizers.together import TogetherCodec
@@ -71,11 +71,11 @@ class SharedCodesCodec(TogetherCodec):
             missing = self.base.width - x.shape[-1]
             wide = mx.concatenate([x, mx.repeat(x[..., -1:], missing, axis=-1)], axis=-1)
         factor, offset = least_squares(wide.reshape(codes.shape), codes)
-        out = {"s": factor[..., 0].astype(x.dtype), "b": offset[..., 0].astype(x.dtype)}
+        out = {"s": saturated(factor[..., 0], x.dtype), "b": saturated(offset[..., 0], x.dtype)}
         if self.rest is None:
             return out
         got = self.base.decode({"w": words, **out}, mx.float32)
-        rest = self.rest.encode((x.astype(mx.float32) - got).astype(x.dtype))
+        rest = self.rest.encode(saturated(x.astype(mx.float32) - got, x.dtype))
         return out | {_REST + name: a for name, a in rest.items()}
 
     def _rest(self, packed: Packed) -> Packed:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant.kernels.native import NativeRun
-from veloxquant.quantizers.base import Packed
+from veloxquant.quantizers.base import Packed, saturated
 from veloxquant.quantizers.latent import project
 from veloxquant.quantizers.latent_rows import LatentCodec
 from veloxquant.quantizers.specs.shared import SharedLatentsSpec
@@ -56,7 +56,7 @@ class SharedLatentsCodec(TogetherCodec):
             part = project(x, own["basis"].astype(mx.float32) / mx.square(own["unit"]))
             latents = part if latents is None else latents + part
         assert latents is not None
-        return [self.inner.pack(latents.astype(rows[0].dtype)), *({} for _ in rows[1:])]
+        return [self.inner.pack(saturated(latents, rows[0].dtype)), *({} for _ in rows[1:])]
 
     def decode(self, packed: Packed, dtype: mx.Dtype) -> mx.array:
         """Rows (B, H, T, D)."""

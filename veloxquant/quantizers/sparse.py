@@ -6,7 +6,8 @@ Source: KVQuant (arXiv 2401.18079), section 3.5, with slots of a token instead o
 
 import mlx.core as mx
 
-_HALF_MAX = 65504.0
+from veloxquant.quantizers.base import saturated
+
 _FEW = 6
 """Entries up to which finding one largest after the other beats partitioning a row (measured)."""
 
@@ -35,10 +36,7 @@ def mark(score: mx.array, count: int) -> mx.array:
 
 def missed(x: mx.array, coded: mx.array, at: mx.array, dtype: mx.Dtype) -> mx.array:
     """Differences of `x` to `coded` at channels `at`, in `dtype`."""
-    delta = mx.take_along_axis(x - coded, at, axis=-1)
-    if dtype == mx.float16:
-        delta = mx.clip(delta, -_HALF_MAX, _HALF_MAX)
-    return delta.astype(dtype)
+    return saturated(mx.take_along_axis(x - coded, at, axis=-1), dtype)
 
 
 def corrected(coded: mx.array, at: mx.array, delta: mx.array) -> mx.array:
