@@ -87,6 +87,18 @@ class After:
 
 
 @dataclass(frozen=True)
+class Below:
+    """As another schedule up to `limit` tokens; those beyond stay exact."""
+
+    limit: int
+    then: Schedule
+
+    def frontier(self, tokens: int) -> int:
+        """What the other schedule says of the first tokens."""
+        return self.then.frontier(min(tokens, self.limit))
+
+
+@dataclass(frozen=True)
 class StreamPlan:
     """Layout of keys or of values: `n_sink` exact tokens, body in `spec`, exact window."""
 

@@ -19,11 +19,9 @@ from veloxquant.cache.layouts.tiered import anchorkv_plan
 from veloxquant.cache.paired import ClassStore, PairedCache, PairedStream
 from veloxquant.cache.plans import StreamPlan
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.core.exceptions import CacheStateError
 from veloxquant.quantizers.anchored import AnchorCodec, Choice, choose
 from veloxquant.quantizers.base import Codec, Packed
 from veloxquant.quantizers.sizes import LayerShape
-from veloxquant.quantizers.specs.anchored import MAX_ANCHORS
 
 
 class AnchorStore(ClassStore):
@@ -76,23 +74,12 @@ class AnchorKVKVCache(PairedCache):
         )
 
     def choose(self, keys: mx.array, values: mx.array | None, *, first: bool) -> Choice:
-        """Anchors and residual places that keys and values share.
-
-        Raises:
-            CacheStateError: when the sequence has more anchors than their numbers reach.
-        """
+        """Anchors and residual places that keys and values share."""
         del first
         assert values is not None
         k_body, v_body = self._bodies()
-        spec = k_body.anchored.spec
-        total = (k_body.length + keys.shape[2]) // spec.size * spec.anchors
-        if total > MAX_ANCHORS:
-            raise CacheStateError(
-                f"{total} anchors are more than {MAX_ANCHORS}; set a smaller anchorkv_anchor_frac "
-                f"for sequences of this length"
-            )
         before = (k_body.anchors(keys), v_body.anchors(values))
-        return choose(keys, values, before, spec, self.theta)
+        return choose(keys, values, before, k_body.anchored.spec, self.theta)
 
     # ---- counters of the documents ------------------------------------------------------
 

@@ -5,8 +5,12 @@ each alone, in groups of reordered channels whose ranges are shrunk a little. Or
 are fitted to the first window behind the sinks and then kept, or to a text of calibration.
 Source: Duanmu et al., SKVQ, 2024, arXiv 2405.06219. Differs: order and clip factor are of each KV
 head and fitted online by default, not of a layer; tokens leave the window 32 at a time, the
-first when a window lies behind the fitted one; scales have the input's type, not 8 bits.
+first when a window lies behind the fitted one; scales have the input's type, not 8 bits; buffers
+grow past `skvq_max_ctx`, which is checked and, once, told of.
 """
+
+import logging
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -16,8 +20,15 @@ from veloxquant.cache.given import fit_sides, given_codecs
 from veloxquant.cache.layouts.grouped import skvq_plan
 from veloxquant.cache.stream import Stream
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.core.exceptions import CacheStateError
 from veloxquant.quantizers.sizes import LayerShape
+
+_log = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=8)
+def _tell_of_growth(limit: int) -> None:
+    """Say once a limit that a sequence is longer; a generation must not fail in its middle."""
+    _log.warning("a sequence is longer than skvq_max_ctx=%d; its cache grows on", limit)
 
 
 class SKVQKVCache(ComposedCache):
@@ -30,20 +41,13 @@ class SKVQKVCache(ComposedCache):
         self.calibrated = any(codecs)
         """Whether order and clip factor come from a text of calibration."""
         self.max_ctx = config.skvq_max_ctx
-        """Most tokens this cache takes, None without a limit."""
+        """Tokens that were planned for, None without a plan; more are taken all the same."""
 
     def make_ready(self, n: int) -> None:
-        """Refuse what goes over `skvq_max_ctx` before anything is changed.
-
-        Raises:
-            CacheStateError: when `n` more tokens are too many.
-        """
-        if self.max_ctx is not None and self.offset + n > self.max_ctx:
-            raise CacheStateError(
-                f"{self.offset} tokens held and {n} more go over skvq_max_ctx={self.max_ctx}; "
-                f"raise it or leave it unset"
-            )
+        """Commit, and say once when a sequence goes over `skvq_max_ctx`."""
         super().make_ready(n)
+        if self.max_ctx is not None and self.offset + n > self.max_ctx:
+            _tell_of_growth(self.max_ctx)
 
     @staticmethod
     def _order(stream: Stream) -> mx.array | None:

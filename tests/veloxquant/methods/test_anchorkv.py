@@ -15,6 +15,7 @@ from cache_lab import (
     worst,
 )
 
+from veloxquant.cache.layouts import tiered
 from veloxquant.cache.table import held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import AnchorKVOptions
@@ -164,6 +165,20 @@ def test_attention_by_anchor_is_attention_to_the_rows(length: int, rho: float) -
         now.queries, *held_rows(cache), scale=64**-0.5, mask="causal"
     )
     assert worst(out, wanted) < 1e-4
+
+
+def test_tokens_that_numbers_of_anchors_do_not_reach_stay_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiered, "MAX_ANCHORS", 2)
+    tokens = random_tokens(5 * C, seed=8)
+    cache = filled(tokens, 100)
+    end = 1 + 2 * C
+    for got, true in zip(held_rows(cache), tokens[1:], strict=True):
+        assert same(got[:, :, end:], true[:, :, end:])
+        assert not same(got[:, :, 1:end], true[:, :, 1:end])
+    shape = shape_of(tokens)
+    assert cache.nbytes == held(config_of(), shape, 5 * C).nbytes
 
 
 def test_bytes_at_the_documented_defaults() -> None:

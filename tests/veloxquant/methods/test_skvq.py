@@ -7,7 +7,7 @@ from cache_lab import feed, held_rows, new_cache, random_tokens, same, same_stat
 from veloxquant.cache.table import held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import SKVQOptions
-from veloxquant.core.exceptions import CacheStateError, QuantizerConfigError
+from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.quantizers.sizes import LayerShape
 
 N, W = 5, 64
@@ -78,15 +78,15 @@ def test_bytes_of_the_default() -> None:
     assert 448_544 <= size <= 1.05 * 448_544
 
 
-def test_a_cap_is_kept_and_the_cache_stays_whole() -> None:
+def test_a_generation_goes_on_past_the_planned_length(caplog: pytest.LogCaptureFixture) -> None:
     tokens = random_tokens(210, seed=6)
-    cache = cache_of(tokens, skvq_max_ctx=200)
-    feed(cache, tokens.cut(0, 200))
-    with pytest.raises(CacheStateError, match="skvq_max_ctx=200"):
-        feed(cache, tokens.cut(200, 201))
-    assert cache.offset == 200
-    cache.trim(50)
-    feed(cache, tokens.cut(150, 200))
+    planned, free = cache_of(tokens, skvq_max_ctx=193), cache_of(tokens)
+    outs = [feed(cache, tokens, 35) for cache in (planned, free)]
+    assert same(*outs)
+    same_state(planned, free)
+    assert [r.message for r in caplog.records if "skvq_max_ctx=193" in r.message] != []
+    feed(cache_of(tokens, skvq_max_ctx=193), tokens, 35)
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil
 
 from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
 from veloxquant.cache.plans import (
     PREFILL_CHUNK,
     After,
+    Below,
     LayerPlan,
-    Schedule,
     StreamPlan,
     Trailing,
     WholeBlocks,
@@ -67,18 +66,6 @@ def palu_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
 XKV_SAMPLE = 512
 MINICACHE_SINKS = 4
 """First tokens, which are always kept as they are."""
-
-
-@dataclass(frozen=True)
-class Below:
-    """As another schedule up to `limit` tokens; those beyond stay exact."""
-
-    limit: int
-    then: Schedule
-
-    def frontier(self, tokens: int) -> int:
-        """What the other schedule says of the first tokens."""
-        return self.then.frontier(min(tokens, self.limit))
 
 
 def chunks(layers: range, size: int) -> list[tuple[int, ...]]:

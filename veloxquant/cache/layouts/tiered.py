@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
-from veloxquant.cache.plans import LayerPlan, StreamPlan, Trailing, WholeBlocks
+from veloxquant.cache.plans import Below, LayerPlan, StreamPlan, Trailing, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import (
     BODY_STEP,
@@ -17,7 +17,7 @@ from veloxquant.quantizers.sizes import (
     store_bytes,
 )
 from veloxquant.quantizers.specs.affine import AffineChannelSpec
-from veloxquant.quantizers.specs.anchored import AnchorSpec, ProjectedSpec
+from veloxquant.quantizers.specs.anchored import MAX_ANCHORS, AnchorSpec, ProjectedSpec
 from veloxquant.quantizers.specs.plain import PlainSpec
 from veloxquant.quantizers.specs.tiered import (
     ClassedSpec,
@@ -142,7 +142,9 @@ def anchorkv_plan(config: KVCacheConfig) -> LayerPlan:
             (size - slots, ProjectedSpec(0, seed)),
         )
         spec = AnchorSpec(size, classes, anchors=anchors)
-        return StreamPlan(spec, Trailing(config.anchorkv_window, size), n_sink=1)
+        # Numbers of anchors reach so far; tokens beyond stay exact.
+        limit = MAX_ANCHORS // anchors * size
+        return StreamPlan(spec, Below(limit, Trailing(config.anchorkv_window, size)), n_sink=1)
 
     return LayerPlan(side(config.anchorkv_seed), side(config.anchorkv_seed + 1))
 
