@@ -6,7 +6,7 @@ of a call is evaluated, and both are dropped. So nothing but the cache can keep 
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -41,15 +41,27 @@ core_row = pytest.mark.parametrize(
     [pytest.param(r, id=r.name, marks=() if r.name in CORE else pytest.mark.slow) for r in READY],
 )
 
-SLACK = 64 << 10
-PER_ARRAY = 0 if mx.default_device() == mx.cpu else 16 << 10
-"""Metal rounds buffers up to pages."""
+ON_CPU = mx.default_device() == mx.cpu
+SLACK = 1 << 10 if ON_CPU else 64 << 10
+SHARE = 0.0 if ON_CPU else 0.05
+HEADER = 64 << 10
+"""Names and shapes in a saved file."""
+PER_ARRAY = 0 if ON_CPU else 16 << 10
+"""On the CPU bytes are counted one by one; Metal rounds buffers up to pages."""
 STEPS = 300
 
 WIDE = LayerShape(8, 8, 128, 128)
 SMOLLM2 = LayerShape(9, 3, 64, 64)
 NARROW = LayerShape(1, 1, 128, 128)
 shapes = pytest.mark.parametrize("shape", [WIDE, SMOLLM2], ids=["8x128", "smollm2"])
+
+
+@pytest.fixture(autouse=True)
+def no_buffer_cache() -> Iterator[None]:
+    """MLX's cache of freed buffers hands out larger ones than asked for; those are not ours."""
+    limit = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(limit)
 
 
 def made(shape: LayerShape, length: int, seed: int, batch: int = 1) -> Tokens:
@@ -98,7 +110,7 @@ def assert_two_sided(cache: Any, base: int) -> None:
     slack = SLACK + PER_ARRAY * len(arrays)
     del arrays
     growth, said = settled() - base, cache.nbytes
-    assert abs(growth - said) <= 0.05 * said + slack, f"says {said:,}, holds {growth:,}"
+    assert abs(growth - said) <= SHARE * said + slack, f"says {said:,}, holds {growth:,}"
 
 
 def one_step(shape: LayerShape, batch: int = 1) -> int:
@@ -118,7 +130,7 @@ def check_recipe(row: MethodRow, shape: LayerShape, length: int, steps: int) -> 
     assert really <= bound, f"peak {really:,} over the bound {bound:,}"
     decode(cache, shape, steps)
     growth = settled() - base
-    assert growth <= 1.05 * cache.nbytes + SLACK + one_step(shape), (growth, cache.nbytes)
+    assert growth <= (1 + SHARE) * cache.nbytes + SLACK + one_step(shape), (growth, cache.nbytes)
     assert_two_sided(cache, base)
     return cache
 
@@ -142,7 +154,7 @@ def test_nothing_of_a_prompt_chunk_stays_but_what_is_said(row: MethodRow) -> Non
     cache = new_cache(config, SMOLLM2)
     prompt(cache, SMOLLM2, PREFILL_CHUNK)
     growth = settled() - base
-    assert growth <= 1.05 * cache.nbytes + SLACK, (growth, cache.nbytes)
+    assert growth <= (1 + SHARE) * cache.nbytes + SLACK, (growth, cache.nbytes)
 
 
 @pytest.mark.slow
@@ -186,7 +198,7 @@ def check_batch(row: MethodRow, shape: LayerShape, lengths: tuple[int, ...], ste
     decode(batch, shape, steps, batch=len(lengths))
     growth = settled() - base
     step = one_step(shape, len(lengths))
-    assert growth <= 1.05 * batch.nbytes + SLACK + step, (growth, batch.nbytes)
+    assert growth <= (1 + SHARE) * batch.nbytes + SLACK + step, (growth, batch.nbytes)
     assert_two_sided(batch, base)
     for one, length in zip(batch.rows, lengths, strict=True):
         assert one.offset == length + steps
@@ -225,7 +237,8 @@ def test_a_copy_holds_what_it_says_once_both_have_written(row: MethodRow) -> Non
     mx.eval(both)
     del both
     growth, said = settled() - base, cache.nbytes + twin.nbytes
-    assert abs(growth - said) <= 0.05 * said + 2 * SLACK, (growth, said)
+    assert growth <= (1 + SHARE) * said + 2 * SLACK, (growth, said)
+    assert growth > alone + SLACK, "what only one of both wrote is held twice"
 
 
 @every_row
@@ -236,7 +249,7 @@ def test_a_loaded_cache_holds_what_it_says(row: MethodRow, tmp_path: Any) -> Non
     decode(cache, SMOLLM2, 2)
     written = save_caches(tmp_path / "one", [cache], config)
     assert written <= cache.nbytes
-    assert written <= (tmp_path / "one").stat().st_size <= written + SLACK
+    assert written <= (tmp_path / "one").stat().st_size <= written + HEADER
     plan = plan_of(shape_of(made(SMOLLM2, 1, 0)), 1)
     base = settled()
     back = load_caches(tmp_path / "one", plan, config)[0]

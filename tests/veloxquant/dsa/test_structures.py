@@ -130,11 +130,19 @@ def test_tree_is_balanced_and_finds_the_nearest(keys: list[float], query: float)
         tree.insert(key, i)
     assert depth(tree._root) <= 1.45 * math.log2(len(keys) + 2)
     key, value = tree.search_nearest(query)
-    assert key == min(keys, key=lambda k: (abs(k - query), k))
+    assert abs(key - query) == min(abs(k - query) for k in keys)
     assert keys[value] == key
     lo, hi = min(query, keys[0]), max(query, keys[0])
     inside = [i for i in range(len(keys)) if lo <= keys[i] <= hi]
     assert sorted(tree.range_query(lo, hi)) == inside
+
+
+def test_of_two_as_near_the_tree_gives_the_lower() -> None:
+    tree = AVLTree()
+    for i, key in enumerate([3.0, 1.0, 5.0]):
+        tree.insert(key, i)
+    assert tree.search_nearest(2.0) == (1.0, 1)
+    assert tree.search_nearest(4.0) == (3.0, 0)
 
 
 @pytest.mark.parametrize("n", [1, 2, 16, 17, 200])
