@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from veloxquant.config import options as method_options
+from veloxquant.config.field_names import naming_unknown_fields
 from veloxquant.config.options import (
     A2ATSOptions,
     AdaKVOptions,
@@ -101,6 +102,7 @@ class CalibrationFields:
     value_codebook: Any = None
 
 
+@naming_unknown_fields
 @dataclass
 class KVCacheConfig(
     SpectralQuantOptions,
@@ -152,6 +154,9 @@ class KVCacheConfig(
         A flat method field set directly works but warns (`DeprecationWarning`) with its
         replacement. `residual_length` is shared by kivi and vecinfer, so it never warns.
         Values are checked when a cache is built, by `config.validate.check`.
+
+    Raises:
+        QuantizerConfigError: for a field that does not exist, with the nearest ones.
     """
 
     use_metal_kernels: bool | None = None
@@ -171,7 +176,7 @@ class KVCacheConfig(
                 f"{name}={getattr(self, name)!r} is set as a flat field; "
                 f"use options={owner}({name}=...) instead",
                 DeprecationWarning,
-                stacklevel=3,
+                stacklevel=4,  # past the generated constructor and the one that checks names
             )
         if self.options is not None:
             usual = defaults()

@@ -165,6 +165,14 @@ def test_a_flat_method_field_warns_once_with_its_replacement() -> None:
         KVCacheConfig(method="snapkv", options=SnapKVOptions(snap_budget=64))
 
 
+def test_an_unknown_field_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(QuantizerConfigError, match=r"'residual_lenght'; did you mean residual_length"):
+        KVCacheConfig(method="kivi", residual_lenght=64)  # type: ignore[call-arg]
+    with pytest.raises(QuantizerConfigError, match=r"no field 'xyzzy'; help\(KV"):
+        KVCacheConfig(xyzzy=1)  # type: ignore[call-arg]
+    assert list(inspect.signature(KVCacheConfig).parameters)[:2] == ["method", "head_dim"]
+
+
 def test_copies_with_other_fields() -> None:
     config = KVCacheConfig(method="kivi")
     other = config.with_fields(head_dim=64, bit_width_inlier=4)
