@@ -20,7 +20,7 @@ from veloxquant.cache.probe import ModelPlan
 from veloxquant.cache.sampling import silent
 from veloxquant.cache.table import TABLE, MethodRow, row_of
 from veloxquant.config.folders import folders
-from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.kv_cache import STANDALONE_METHODS, KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
 
 _SAMPLED = 16
@@ -143,11 +143,23 @@ def artifacts_for(plan: ModelPlan, config: KVCacheConfig) -> list[Mapping[str, m
 
     Looks into `config.store` when it keeps calibrations, else into the user's store. A calibration
     that does not fit is left alone, and the plan's warnings say why.
+
+    Raises:
+        QuantizerConfigError: when `config.store` is no store that the method could read.
     """
     row = row_of(config.method)
-    if row.calibration == "none" or not plan.compressed:
+    if row.calibration == "none":
         return []
-    store = config.store if isinstance(config.store, CalibrationStore) else user_store()
+    keeps = isinstance(config.store, CalibrationStore)
+    # The standalone methods read matrices from stores that keep nothing else.
+    if config.store is not None and not keeps and row.name not in STANDALONE_METHODS:
+        raise QuantizerConfigError(
+            f"store={config.store!r} keeps no calibrations, which is what method {row.name!r} "
+            f"looks for; give an NpyArtifactStore(folder), or leave it unset for the user's store"
+        )
+    if not plan.compressed:
+        return []
+    store = config.store if keeps else user_store()
     if isinstance(store, NpyArtifactStore) and not (store.root / "calibration").is_dir():
         return []
     found = store.load_calibration(fingerprint(plan.model), row.name)

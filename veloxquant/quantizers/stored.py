@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant.artifacts import jl_matrix, rotation_matrix
-from veloxquant.core.exceptions import CodebookDimensionMismatch
+from veloxquant.core.exceptions import CodebookDimensionMismatch, QuantizerConfigError
 from veloxquant.quantizers.base import Shared
 from veloxquant.quantizers.channel_split import ChannelSplitCodec
 from veloxquant.quantizers.codebook import CodebookCodec
@@ -35,7 +35,12 @@ def codec_with(store: Any, spec: CodecSpec, dim: int) -> Any:
     Raises:
         CodebookDimensionMismatch: when a stored codebook has another number of levels, or levels
             that are not symmetric.
+        QuantizerConfigError: when it is no store.
     """
+    if not hasattr(store, "exists"):
+        raise QuantizerConfigError(
+            f"store={store!r} is no artifact store; give an NpyArtifactStore(folder)"
+        )
     if isinstance(spec, ChannelSplitSpec):
         quiet = codec_with(store, spec.quiet, dim - spec.n_loud)
         loud = codec_with(store, spec.loud, spec.n_loud)

@@ -103,6 +103,13 @@ def test_a_store_of_the_configuration_comes_first() -> None:
     assert len(plan_model(model, config).artifacts) == 2
 
 
+@pytest.mark.parametrize("method", ["kvquant", "turboquant_mse"])
+def test_what_is_no_store_is_refused(method: str) -> None:
+    model, config = tiny("llama"), KVCacheConfig(method=method, head_dim=64, store="folder")
+    with pytest.raises(QuantizerConfigError, match=r"store='folder' .* give an NpyArtifactStore"):
+        new_caches(plan_model(model, config), config)
+
+
 @pytest.mark.usefixtures("contexts")
 def test_other_models_and_other_settings_do_not_use_it() -> None:
     model = tiny("llama")
