@@ -30,6 +30,12 @@ class RowBatch:
         self._mask_axes = max((getattr(row, "mask_axes", 4) for row in self.rows), default=4)
         self._remaining: list[int] | None = None
         self._step: list[tuple[int, CacheView | None]] = []
+        self._counts: list[int] = []
+
+    @property
+    def counts(self) -> list[int]:
+        """Real tokens of each row in the newest call; the others are padding."""
+        return self._counts
 
     # ---- mlx-lm's batch protocol --------------------------------------------------------
 

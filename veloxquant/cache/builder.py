@@ -9,6 +9,8 @@ from veloxquant.cache.context import LayerContext
 from veloxquant.cache.coordinators import LayerGroup, groups_for
 from veloxquant.cache.layouts.eviction import storage_specs
 from veloxquant.cache.probe import ModelPlan, native_caches, probe, replace_plain
+from veloxquant.cache.residual import watch
+from veloxquant.cache.residual_sites import all_show, sites_of
 from veloxquant.cache.table import MethodRow, row_of
 from veloxquant.config.kv_cache import STANDALONE_METHODS, KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
@@ -107,13 +109,25 @@ def plan_model(model: Any, config: KVCacheConfig) -> ModelPlan:
         plan.warnings.append(
             f"No layer of this model can be compressed ({reasons}); its own caches are used."
         )
-    if row.queries != "none" and plan.returns == "arrays" and plan.compressed:
+    reads_stream = _reads_stream(row, config)
+    if reads_stream and plan.compressed and not all_show(plan):
+        plan.warnings.append(
+            f"Method {row.name!r} measures how attention changes the residual stream, which the "
+            f"layers of this model do not show; it uses what caches see (proxy)."
+        )
+    scores_by_queries = row.queries != "none" and not reads_stream
+    if scores_by_queries and plan.returns == "arrays" and plan.compressed:
         plan.warnings.append(
             f"Method {row.name!r} scores with the model's queries, which cannot be seen here; it "
             f"uses a score of keys alone (proxy)."
         )
     plan.artifacts = artifacts_for(plan, config)
     return plan
+
+
+def _reads_stream(row: MethodRow, config: KVCacheConfig) -> bool:
+    reads = getattr(row.load(), "reads_stream", None)
+    return reads is not None and reads(config)
 
 
 def new_caches(plan: ModelPlan, config: KVCacheConfig) -> list[Any]:
@@ -128,6 +142,9 @@ def new_caches(plan: ModelPlan, config: KVCacheConfig) -> list[Any]:
     if split is not None:
         shapes, ropes = plan.shapes(), [plan.ropes.get(path) for path in layers]
         groups = [*groups_for(lambda n: split(config, n), shapes, ropes)]
+    residual = None
+    if layers and _reads_stream(row, config) and all_show(plan):
+        residual = watch([*sites_of(plan).values()])
 
     def make(path: tuple[int, ...]) -> Any:
         layer = layers.get(path)
@@ -146,6 +163,7 @@ def new_caches(plan: ModelPlan, config: KVCacheConfig) -> list[Any]:
             views=plan.returns == "views",
             artifacts=plan.artifacts[index] if plan.artifacts else None,
             group=groups[index],
+            residual=residual,
         )
         cache = module.build(own, layer.shape, context)
         cache.returns = plan.returns

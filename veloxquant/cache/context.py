@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from veloxquant.cache.coordinators import LayerGroup
+    from veloxquant.cache.residual import ResidualHook
 
 
 class LayerContext(NamedTuple):
@@ -17,7 +18,8 @@ class LayerContext(NamedTuple):
     `rope` is the layer's position encoding if it could be found, `pool` a block pool for methods
     that draw from one, `views` whether attention will come through the hook, `artifacts` what the
     method's `fit` found for this layer in a calibration of this model, None without one, `group`
-    the layers of its sequence that it codes tokens with, None for a layer by itself.
+    the layers of its sequence that it codes tokens with, None for a layer by itself. `residual`
+    watches the model's residual stream for methods that ask for it, None where it does not show.
     """
 
     layer: int = 0
@@ -28,6 +30,7 @@ class LayerContext(NamedTuple):
     views: bool = False
     artifacts: Mapping[str, Any] | None = None
     group: "LayerGroup | None" = None
+    residual: "ResidualHook | None" = None
 
 
 class LayerSample(NamedTuple):

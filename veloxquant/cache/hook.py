@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from veloxquant.cache.residual import detach_all
 from veloxquant.cache.view import CacheView
 
 
@@ -91,11 +92,12 @@ def attach() -> int:
 
 
 def detach() -> int:
-    """Put the original functions back.
+    """Put the original functions back, and the classes of layers that are watched.
 
     Returns:
         Number of modules whose name was restored.
     """
+    detach_all()
     restored = 0
     for host in HOSTS:
         pair = _installed.pop(host.base, None)

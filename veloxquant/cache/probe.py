@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from veloxquant.cache.hook import attach
 from veloxquant.cache.recorder import Recorder
+from veloxquant.cache.residual import Site
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.quantizers.sizes import LayerShape
 
@@ -47,7 +48,8 @@ class ModelPlan:
 
     `returns` says whether attention comes through the hook ("views") or the caches hand out arrays
     decoded for the call; `mask_axes` is the rank of the mask that such a model takes in a batch.
-    `artifacts` holds the calibration of each compressed entry, nothing without one.
+    `artifacts` holds the calibration of each compressed entry, nothing without one. `sites` says
+    where the layers of the compressed entries show the residual stream, None until that is asked.
     `no_batch` is the reason why sequences cannot share a batch, empty when they can. `warnings`
     are sentences for people.
     """
@@ -62,6 +64,7 @@ class ModelPlan:
     no_batch: str = ""
     mask_axes: int = 4
     artifacts: list[Mapping[str, Any]] = field(default_factory=list)
+    sites: Mapping[Path, Site] | None = None
 
     @property
     def compressed(self) -> int:

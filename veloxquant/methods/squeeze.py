@@ -1,21 +1,23 @@
-"""squeeze: layers whose attention is most concentrated give rows to the others.
+"""squeeze: layers whose attention changes the residual stream least give rows to the others.
 
-A prompt is read whole. When it is complete, layers are parted into three classes by how
-concentrated the attention of the last 32 queries is (one minus the entropy of its mean, over the
-logarithm of the tokens). The most concentrated class keeps the part 1 - 0.7·`squeeze_strength` of
+A prompt is read whole. Meanwhile each layer averages, over the prompt's tokens, the cosine of the
+stream before and after its attention. When the prompt is complete, layers are parted into three
+classes by it. The class of largest cosines keeps the part 1 - 0.7·`squeeze_strength` of
 `squeeze_budget` rows, the others share what that leaves, so the mean stays. From then on each layer
 holds its first `squeeze_n_sink` tokens and the newest ones.
-Source: Wang and Gan, SqueezeAttention, 2024, arXiv 2404.04793. Differs: the paper measures how
-little attention changes the residual stream, which a cache cannot see; concentration of attention
-stands in for it, so the cache says `proxy`. Without queries it is the mean cosine of keys. Classes
-start from least, median and largest value instead of at random.
+Source: Wang and Gan, SqueezeAttention, 2024, arXiv 2404.04793. Differs: classes start from least,
+median and largest value instead of at random, and the strength stands for the paper's part.
+Where a model's layers do not show the stream, or some token passed unseen, the concentration of
+attention decides (of the last 32 queries: one minus the entropy of its mean, over the logarithm of
+the tokens; without queries the mean cosine of keys), and the cache says `proxy`.
 `squeeze_resolved_budget` sets the rows of every layer outright. A layer by itself, and layers of
-unlike shapes, get the mean.
+unlike shapes, get the mean. Tokens that are taken back before the prompt is complete leave the mean
+cosine as it was.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
@@ -26,13 +28,34 @@ from veloxquant.cache.evicting import Policy
 from veloxquant.cache.layer_board import LayerBoard, join, joined_board
 from veloxquant.cache.layer_budget import LayerBudgetCache
 from veloxquant.cache.layouts.eviction_prompt import PROMPT_WINDOW, SQUEEZE_ROOM, squeeze_least
+from veloxquant.cache.residual import ResidualHook
 from veloxquant.cache.scorers import Needs, QueryScorer, Recency, Rows
+from veloxquant.cache.stream_cosine import StreamCosine
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import LayerShape
 from veloxquant.quantizers.squeeze import mean_cosines
 
 BUDGETS = -1
 """Number of the note with the budgets of all layers."""
+
+
+@dataclass
+class Reported:
+    """What one layer says when the prompt of `offset` tokens is complete: scalars."""
+
+    offset: int
+    concentration: mx.array
+    cosine: mx.array | None = None
+
+
+@dataclass
+class Resolved:
+    """Rows of all layers after `offset` tokens, and what they come from."""
+
+    offset: int
+    budgets: list[int]
+    values: list[float]
+    are_cosines: bool
 
 
 class Concentration(QueryScorer):
@@ -70,7 +93,14 @@ class SqueezeAttentionCache(LayerBudgetCache):
 
     fidelity: Literal["exact", "proxy"] = "proxy"
 
-    def __init__(self, config: KVCacheConfig, shape: LayerShape, board: LayerBoard, place: int):
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        shape: LayerShape,
+        board: LayerBoard,
+        place: int,
+        residual: ResidualHook | None = None,
+    ) -> None:
         given = config.squeeze_resolved_budget
         policy = Policy(
             config.squeeze_budget if given is None else given,
@@ -83,6 +113,10 @@ class SqueezeAttentionCache(LayerBudgetCache):
         self.least = squeeze_least(config)
         self.board = board
         self.place = place
+        self.cosine = StreamCosine()
+        self._residual = residual if given is None else None
+        if self._residual is not None:
+            self.fidelity = "exact"
         self._concentration = 0.0
 
     @property
@@ -112,8 +146,27 @@ class SqueezeAttentionCache(LayerBudgetCache):
         if self.rows > self.least:
             assert isinstance(self.scorer, Concentration)
             value = self.scorer.concentration(self)
-            self.board.notes[self.place] = (self.offset, value)
+            self.board.notes[self.place] = Reported(self.offset, value)
             self._unevaluated.append(value)
+
+    @property
+    def awaits_cosines(self) -> bool:
+        """Whether this layer still averages cosines of its tokens."""
+        return self._residual is not None and not self.is_resolved
+
+    def take_cosines(self, cosines: mx.array) -> mx.array:
+        """Take those of the newest tokens, (B, L) fp32, which attention has passed by now."""
+        total = self.cosine.add(cosines)
+        note = self.board.notes.get(self.place)
+        if isinstance(note, Reported) and note.offset == self.offset:
+            note.cosine = self.cosine.mean(self.offset)
+        return total
+
+    def drop(self, n: int) -> int:
+        """Rewind, and with the rows their number among the cosines."""
+        n = super().drop(n)
+        self.cosine.rewind(n)
+        return n
 
     # ---- budgets ------------------------------------------------------------------------
 
@@ -127,49 +180,95 @@ class SqueezeAttentionCache(LayerBudgetCache):
         super().settle()
 
     def _resolve(self) -> None:
-        board, nobody = self.board, (-1, None, None)
-        made: tuple[int, Any, Any] = board.notes.get(BUDGETS, nobody)
-        if made[0] != self.offset:
-            told = [board.notes.get(i, nobody) for i in range(board.size)]
-            if all(note[0] == self.offset for note in told):
-                values: Any = mx.stack([note[1] for note in told]).tolist()
-                least = self.policy.n_sink + SQUEEZE_ROOM
-                budgets = class_budgets(values, self.mean, least, self.strength)
-                made = board.notes[BUDGETS] = (self.offset, budgets, values)
+        board = self.board
+        made = board.notes.get(BUDGETS)
+        if not isinstance(made, Resolved) or made.offset != self.offset:
+            made = board.notes[BUDGETS] = self._agreed()
         budget = self.mean
-        if made[0] == self.offset:
-            budget, self._concentration = made[1][self.place], made[2][self.place]
+        self.fidelity = "proxy"
+        if made is not None:
+            budget, self._concentration = made.budgets[self.place], made.values[self.place]
+            self.fidelity = "exact" if made.are_cosines else "proxy"
         if self.place == board.size - 1:
             board.notes.clear()
         self.policy = replace(self.policy, budget=budget, trigger="every_step")
         self.scorer.forget()
+        self.cosine.forget()
+        self._residual = None
+
+    def _agreed(self) -> Resolved | None:
+        """Budgets from what all layers reported; None if one of them did not, or no number."""
+        notes = [self.board.notes.get(i) for i in range(self.board.size)]
+        told = [n for n in notes if isinstance(n, Reported) and n.offset == self.offset]
+        if len(told) < self.board.size:
+            return None
+        values = _numbers([n.cosine for n in told])
+        are_cosines = values is not None
+        values = values or _numbers([n.concentration for n in told])
+        if values is None:
+            return None
+        least = self.policy.n_sink + SQUEEZE_ROOM
+        budgets = class_budgets(values, self.mean, least, self.strength)
+        return Resolved(self.offset, budgets, values, are_cosines)
 
     def _shrink(self, budget: int) -> None:
+        said = self.fidelity
         super()._shrink(budget)
-        self.fidelity = "proxy"
+        self.fidelity = said
 
     # ---- state --------------------------------------------------------------------------
 
+    def extra_arrays(self) -> Iterator[mx.array]:
+        """The sum of cosines besides what every evicting cache holds."""
+        yield from super().extra_arrays()
+        yield from self.cosine.arrays()
+
     def extra_state(self) -> list[Any]:
-        """Whether the budget is known besides what every evicting cache saves."""
-        return [self.is_resolved, *super().extra_state()]
+        """Whether the budget is known, and from what, besides what every evicting cache saves."""
+        own = [self.is_resolved, self.fidelity, self.cosine.saved()]
+        return [*own, *super().extra_state()]
 
     def restore_extra(self, saved: list[Any]) -> None:
         """Take back what `extra_state` gave."""
-        super().restore_extra(saved[1:])
-        self.policy = replace(self.policy, trigger="every_step" if saved[0] else "prompt_end")
+        is_resolved, fidelity, cosine = saved[:3]
+        super().restore_extra(saved[3:])
+        self.policy = replace(self.policy, trigger="every_step" if is_resolved else "prompt_end")
+        self.cosine.restore(cosine)
+        if is_resolved:
+            self._residual = None
+            self.fidelity = "exact" if fidelity == "exact" else "proxy"
+        elif self.cosine.tokens != self.offset:
+            # Tokens that passed unseen cannot be measured any more.
+            self._residual, self.fidelity = None, "proxy"
 
     # ---- counters of the documents ------------------------------------------------------
 
     @property
     def concentration(self) -> float:
-        """What this layer reported for its budget; 0.0 if that was not here or is still to come."""
+        """What this layer reported for its budget; 0.0 if that was not here or is still to come.
+
+        A mean cosine where `fidelity` is "exact", else a concentration.
+        """
         return self._concentration
 
     @property
     def squeeze_kept_bytes(self) -> int:
         """Bytes of the rows held."""
         return self.kept_bytes
+
+
+def _numbers(scalars: Sequence[mx.array | None]) -> list[float] | None:
+    """Their values; None if one is missing or not finite, as a stream that overflows makes it."""
+    arrays = [a for a in scalars if a is not None]
+    if len(arrays) < len(scalars):
+        return None
+    values: Any = mx.stack(arrays).tolist()
+    return values if all(math.isfinite(v) for v in values) else None
+
+
+def reads_stream(config: KVCacheConfig) -> bool:
+    """Whether layers are to be watched: unless the rows are given."""
+    return config.squeeze_resolved_budget is None
 
 
 def layer_groups(config: KVCacheConfig, n_layers: int) -> Sequence[Sequence[int]]:
@@ -181,6 +280,6 @@ def layer_groups(config: KVCacheConfig, n_layers: int) -> Sequence[Sequence[int]
 def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> SqueezeAttentionCache:
     """The cache of one layer, among those of its sequence."""
     board, place = joined_board(context.group)
-    cache = SqueezeAttentionCache(config, shape, board, place)
+    cache = SqueezeAttentionCache(config, shape, board, place, context.residual)
     join(context.group, cache)
     return cache
