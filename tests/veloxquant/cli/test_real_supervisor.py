@@ -75,7 +75,14 @@ def test_control_c_while_starting_stops_the_server(
     daemon.stub(never_ready=True)
     daemon.start()
     words = [sys.executable, "-P", "-m", "veloxquant", "up", "Tiny-1B", "--port", port]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that a shell runs in the background inherit that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if "weights" in line:
