@@ -4,7 +4,9 @@ Every contender decodes one sequence of a long context, all take turns step by s
 when its step is computed; `clock.py` says how time is taken. Ours run through mlx-lm's continuous
 batching, as in the worker, and so does mlx-lm's plain cache. Its 4-bit cache cannot join a batch
 and runs through `generate_step`, as mlx-lm itself runs it. The context is made of random keys and
-values: time does not depend on what is in them.
+values: time does not depend on what is in them. BLAS uses all cores, as in the worker; one
+contender holds hardly any context and shows what weights and sampling alone take, which no cache
+can undercut.
 """
 
 import importlib
@@ -21,12 +23,14 @@ from veloxquant.benchmarks.rivals import held_bytes
 from veloxquant.cache.builder import new_caches, plan_model
 from veloxquant.cache.probe import ModelPlan, native_caches
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
+from veloxquant.core.blas import blas_on_all_cores
 
 CONTEXTS = (1024, 4096)
 FILL_CHUNK = 512
 WARM_UP = 3
 NATIVE = "mlx-lm plain"
 STOCK = "mlx-lm 4 bit g32"
+FLOOR = "nothing held"
 
 METHODS: dict[str, tuple[str, int]] = {
     BASELINE: (BASELINE, 2),
@@ -72,7 +76,7 @@ def _empty(plan: ModelPlan, name: str) -> list[Any]:
     """Fresh caches of one sequence."""
     from mlx_lm.models.cache import QuantizedKVCache
 
-    if name == NATIVE:
+    if name in (NATIVE, FLOOR):
         return native_caches(plan.model)
     if name == STOCK:
         return [QuantizedKVCache(group_size=32, bits=4) for _ in native_caches(plan.model)]
@@ -83,6 +87,7 @@ def _empty(plan: ModelPlan, name: str) -> list[Any]:
 def _filled(plan: ModelPlan, name: str, context: int) -> list[Any]:
     """Caches of one sequence that hold `context` random tokens."""
     caches = _empty(plan, name)
+    context = 1 if name == FLOOR else context
     for cache, shape in zip(caches, plan.shapes(), strict=True):
         for start in range(0, context, FILL_CHUNK):
             n = min(FILL_CHUNK, context - start)
@@ -211,7 +216,7 @@ def targets_of(context: int, runners: Sequence[Runner]) -> list[dict[str, Any]]:
 def run(
     *,
     quick: bool = False,
-    names: Sequence[str] = (NATIVE, STOCK, *METHODS),
+    names: Sequence[str] = (FLOOR, NATIVE, STOCK, *METHODS),
     contexts: Sequence[int] = CONTEXTS,
     steps: int = 32,
     report: Callable[[str], None] = lambda _: None,
@@ -220,7 +225,7 @@ def run(
 
     Args:
         quick: the shortest context and few steps.
-        names: of `METHODS`, `NATIVE` or `STOCK`; `fp16` is always measured.
+        names: of `METHODS`, `FLOOR`, `NATIVE` or `STOCK`; `fp16` is always measured.
         contexts: tokens held before the first step.
         steps: tokens decoded by each.
         report: gets one line for each contender.
@@ -233,7 +238,8 @@ def run(
     wanted = [BASELINE, *(name for name in names if name != BASELINE)]
     rows, targets = [], []
     for context in contexts[:1] if quick else contexts:
-        runners = decode(plan, context, wanted, 6 if quick else steps)
+        with blas_on_all_cores():
+            runners = decode(plan, context, wanted, 6 if quick else steps)
         for row in rows_of(context, runners):
             rows.append(row)
             report(line(row))

@@ -33,10 +33,12 @@ def test_all_lanes_decode_a_token_a_turn(tiny: Any, monkeypatch: pytest.MonkeyPa
     lines: list[str] = []
     result = serving.run(contexts=(160,), steps=2, report=lines.append)
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == [BASELINE, serving.NATIVE, serving.STOCK, *list(serving.METHODS)[1:]]
+    rivals = [serving.FLOOR, serving.NATIVE, serving.STOCK]
+    assert list(rows) == [BASELINE, *rivals, *list(serving.METHODS)[1:]]
     assert len(lines) == len(rows)
     assert rows[BASELINE]["wall"] == rows[BASELINE]["total"] == 1.0
     assert rows[serving.STOCK]["nbytes"] < rows[BASELINE]["nbytes"]
+    assert rows[serving.FLOOR]["nbytes"] <= rows[serving.NATIVE]["nbytes"]
     assert result["targets"] == []  # none is set for so short a context
     assert "| 160 | kivi 4 bit |" in report.serving(result)
 
