@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -10,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -22,6 +24,36 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 preload_openblas()
+
+
+# ---- helpers beside the tests ----------------------------------------------------------------
+
+
+class BesideTests:
+    """Finds the helpers that tests import by name.
+
+    The folder itself must not be on the path: `tests/veloxquant` would hide the package.
+    """
+
+    FILES: ClassVar = {
+        path.stem: path
+        for path in (
+            Path(__file__).with_name("architectures.py"),
+            Path(__file__).with_name("cache_lab.py"),
+            Path(__file__).with_name("tiny_model.py"),
+            Path(__file__).parent / "worker" / "fake_supervisor.py",
+        )
+    }
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Where a helper is; None for every other module."""
+        del path, target
+        file = cls.FILES.get(name)
+        return importlib.util.spec_from_file_location(name, file) if file else None
+
+
+sys.meta_path.append(BesideTests)
 
 
 # ---- several workers of pytest ---------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What a user sees in the panel when a start cannot work; supervisor and worker are real."""
 
 import asyncio
-import importlib.util
 import shutil
 import socket
 import time
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_model import make_tiny_model
 
 from veloxquant.panel.app import PanelApp
 
@@ -25,14 +25,7 @@ SLACK = 3.0
 @pytest.fixture(scope="session")
 def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two layers that loads and answers, with nonsense."""
-    spec = importlib.util.spec_from_file_location(
-        "tiny_model", Path(__file__).parents[1] / "tiny_model.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_tiny_model(tmp_path_factory.mktemp("models") / "Tiny-2L")
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "Tiny-2L")
 
 
 @pytest.fixture

@@ -1,33 +1,12 @@
 """A tiny model, an engine in this process, and clients for both."""
-# ruff: noqa: E402 - two helpers must be loaded by hand before they can be imported
 
-import importlib.util
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-def _load(path: Path) -> None:
-    """Make a helper beside the tests importable by its name.
-
-    The folder itself must not be on the path: `tests/veloxquant` would hide the package.
-    """
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-
-
-_load(Path(__file__).parents[1] / "tiny_model.py")
-_load(Path(__file__).parent / "fake_supervisor.py")
-
 from tiny_model import make_tiny_model
 
 from veloxquant.supervisor.messages import LaunchSpec

@@ -1,12 +1,11 @@
 """Contenders that share a batch must not know of each other."""
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from tiny_model import make_tiny_model
 
 from veloxquant.benchmarks.field import FieldLayer
 from veloxquant.benchmarks.quality import Size, read
@@ -22,15 +21,9 @@ SIZE = Size(prompt=300, steps=12, budget=64)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tiny llama."""
-    path = Path(__file__).parents[2] / "tiny_model.py"
-    spec = importlib.util.spec_from_file_location("tiny_model", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(module.make_tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
+    model, _ = load_model(make_tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
     model.set_dtype(mx.float32)
     attach()
     return model

@@ -1,17 +1,13 @@
 """Whole-model decode on a tiny random model: that every lane runs, and when a target is missed."""
 
-import importlib.util
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_model import make_tiny_model
 
 from veloxquant.benchmarks import report, serving
 from veloxquant.cache.builder import plan_model
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
-
-TESTS = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +15,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A loaded model of two layers."""
     from mlx_lm.utils import load_model
 
-    spec = importlib.util.spec_from_file_location("tiny_model", TESTS / "tiny_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    make: Callable[[Path], Path] = module.make_tiny_model
-    return load_model(make(tmp_path_factory.mktemp("tiny")))[0]
+    return load_model(make_tiny_model(tmp_path_factory.mktemp("tiny")))[0]
 
 
 def test_all_lanes_decode_a_token_a_turn(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_model import make_tiny_model
 
 from veloxquant.artifacts import NpyArtifactStore
 from veloxquant.cli import exit_codes
@@ -17,13 +17,7 @@ SMALL = ("--set", "key_codebook_bits=3", "--set", "value_codebook_bits=3")
 @pytest.fixture
 def tiny(home: Path) -> Path:
     """A model of random weights among the user's own."""
-    path = Path(__file__).parents[2] / "tiny_model.py"
-    spec = importlib.util.spec_from_file_location("tiny_model", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_tiny_model(home / "data" / "models" / "Tiny-2L")
+    return make_tiny_model(home / "data" / "models" / "Tiny-2L")
 
 
 def test_a_model_is_fitted_and_found_again(run: Run, tiny: Path, home: Path) -> None:
