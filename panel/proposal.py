@@ -5,13 +5,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from veloxquant.config.common_fields import READERS
+from veloxquant.config.small_models import SMALL_BITS, options_for
 from veloxquant.panel.ports import ModelItem
 from veloxquant.supervisor.messages import LaunchSpec
 
-SMALL_PARAMS = 1_000_000_000
-"""Parameters below which two bits garble answers (measured on the 135M demo model)."""
-SMALL_BITS = 4
 DEFAULT = LaunchSpec(model="", method="turboquant_rvq", context=8_192)
 
 
@@ -50,10 +47,10 @@ def propose(
 
 def _first(model: ModelItem, spec: LaunchSpec) -> Proposal:
     """The proposal for a model that never ran here."""
-    small = model.params is not None and model.params < SMALL_PARAMS
-    if small and not spec.options and spec.method in READERS["bit_width_inlier"]:
+    options = options_for(spec.method, model.params)
+    if options and not spec.options:
         why = f"the first that fits here; {SMALL_BITS} bits, since a small model feels fewer"
-        spec = msgspec.structs.replace(spec, options={"bit_width_inlier": SMALL_BITS})
+        spec = msgspec.structs.replace(spec, options=options)
         return Proposal(model, spec, why)
     return Proposal(model, spec, "the first that fits here")
 

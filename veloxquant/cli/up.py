@@ -14,6 +14,7 @@ from veloxquant.cli.overrides import check_ready, parse_overrides
 from veloxquant.cli.starting import summary, wait_until_ready
 from veloxquant.config.last_start import load_last, save_last
 from veloxquant.config.settings import Settings, load_settings
+from veloxquant.config.small_models import BITS, SMALL_BITS, options_for
 from veloxquant.planning.fit import best_start, fit_row, fit_table
 from veloxquant.planning.method_settings import refusal
 from veloxquant.planning.model_shape import ModelShape
@@ -96,6 +97,13 @@ def _choose(args: argparse.Namespace, settings: Settings) -> Wanted:
         kept = last.get("options", {})
         options = {} if refusal(method, kept) else kept
     check_ready(method)
+    gentle = options_for(method, model.params)
+    if gentle and BITS not in options and method != again:
+        if args.method is None:
+            options = {**options, **gentle}
+            talk(f"{SMALL_BITS} bits, since a small model feels fewer; --bits 2 takes fewer")
+        else:
+            talk(f"warning: a model this small garbles answers at 2 bits; try --bits {SMALL_BITS}")
     return Wanted(model, shape, method, options, context)
 
 

@@ -73,6 +73,23 @@ def test_up_detached_returns_at_once(run: Run, demo: Path, supervisor: Any) -> N
     assert (data["phase"], data["api_key"], data["token_file"]) == ("starting", False, None)
 
 
+def test_a_small_model_gets_more_bits_unless_somebody_chose(
+    run: Run, demo: Path, supervisor: Any
+) -> None:
+    def options_of(*words: str) -> tuple[dict[str, Any], str]:
+        code, _, err = run("up", *words, "--detach")
+        assert code == 0, err
+        return dict(supervisor.calls[-2:])["start"]["spec"]["options"], err
+
+    supervisor.state("starting")
+    chosen, err = options_of("Tiny-1B")  # its weights are those of 4,096 parameters
+    assert (chosen, "small model" in err) == ({"bit_width_inlier": 4}, True)
+    assert options_of("Tiny-1B", "--bits", "2")[0] == {"bit_width_inlier": 2}
+    chosen, err = options_of("Tiny-1B", "--method", "kivi")
+    assert (chosen, "try --bits 4" in err) == ({}, True)
+    assert options_of()[0] == {}, "the same again"
+
+
 EXIT = {"usage": 2, "model_missing": 3, "does_not_fit": 4, "port_taken": 5, "unsupported": 7}
 
 
