@@ -26,10 +26,6 @@ def run(args: argparse.Namespace) -> int:
         ]
     checks += [_supervisor(status), check_terminal()]
     checks += [Check("settings", "warn", text, "`vq config path`") for text in settings.notices]
-    checks += [
-        Check("settings", "warn", f"unknown setting {key} is kept but does nothing", "")
-        for key in settings.unknown
-    ]
     failed = any(check.status == "fail" for check in checks)
     if args.json:
         result(envelope({"ok": not failed, "checks": [asdict(check) for check in checks]}))

@@ -80,10 +80,14 @@ def setting(key: str) -> Setting:
     """
     if found := SETTINGS.get(key):
         return found
+    raise SettingError(_no_setting(key))
+
+
+def _no_setting(key: str) -> str:
     import difflib
 
     near = difflib.get_close_matches(key, SETTINGS, n=3) or list(SETTINGS)
-    raise SettingError(f"there is no setting {key!r}; known: {', '.join(near)}")
+    return f"there is no setting {key!r}; known: {', '.join(near)}"
 
 
 def check(entry: Setting, value: Any) -> Any:
@@ -204,6 +208,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, *, path: Path | None =
         unknown += [
             f"{section}.{name}".rstrip(".") for name in names if f"{section}.{name}" not in SETTINGS
         ]
+    notices += [f"{path.name}: {_no_setting(name)}; ignored" for name in unknown]
     return Settings(values, origins, tuple(notices), tuple(unknown), path)
 
 

@@ -77,6 +77,8 @@ def test_saving_keeps_comments_unknown_keys_and_order(file: Path) -> None:
     assert settings.value("server.port") == 9000
     assert settings.value("models.folders") == ["/a", "/b"]
     assert settings.unknown == ("server.foo", "other.x")
+    assert "config.toml: there is no setting 'server.foo'; known:" in settings.notices[0]
+    assert settings.notices[0].endswith("; ignored")
 
 
 def test_saving_none_goes_back_to_the_default(file: Path) -> None:
