@@ -21,12 +21,14 @@ from veloxquant.worker.jobs import Sampling
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
+COLD = 1e-4
+"""Temperatures below always take the likeliest token; divided by less, fp32 runs out."""
 
 
 def make_sampler(sampling: Sampling, vocab: int) -> Sampler:
     """Function from log probabilities (B, V) to token ids (B,)."""
     s = sampling
-    if s.temperature == 0:
+    if s.temperature < COLD:
         return greedy_sampler
     top_k = s.top_k if 0 < s.top_k < vocab else 0
     if s.seed is None:

@@ -189,6 +189,13 @@ def _refuse_unserved(request: ChatRequest | CompletionRequest) -> None:
                 "response_format",
                 "unsupported",
             )
+        if request.tool_choice not in (None, "none", "auto"):
+            raise BadRequestError(
+                "A call of a tool cannot be forced; use tool_choice 'auto' or 'none', and ask for "
+                "it in the prompt.",
+                "tool_choice",
+                "unsupported",
+            )
         return
     for name, is_set in (
         ("echo", bool(request.echo)),

@@ -41,6 +41,8 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("messages", [{"content": "hi"}]),
     ("messages", [{"role": "user", "content": 5}]),
     ("response_format", {"type": "json_object"}),
+    ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
 ]
 
 
