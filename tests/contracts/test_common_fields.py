@@ -49,6 +49,7 @@ AWAY: dict[str, Any] = {
     "smooth_factors": np.linspace(0.5, 2, 64),
     "key_codebook": np.random.default_rng(0).standard_normal((4096, 4)),
     "value_codebook": np.random.default_rng(1).standard_normal((256, 8)),
+    "eviction_storage": "affine4",
     "fused_sdpa": True,
     "fused_sdpa_max_ctx": 4096,
     "fused_sdpa_memory_bound": True,
@@ -81,7 +82,7 @@ def test_the_defaults_may_be_said_everywhere(row: MethodRow) -> None:
     row.check(KVCacheConfig(method=row.name, **said))
 
 
-SIZES = ("bit_width_inlier", "jl_dim", "residual_length", "n_sink_tokens")
+SIZES = ("bit_width_inlier", "jl_dim", "residual_length", "n_sink_tokens", "eviction_storage")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +178,27 @@ def test_text_can_set_what_a_method_reads(row: MethodRow) -> None:
 def test_a_bad_seed_is_refused(seed: Any) -> None:
     with pytest.raises(QuantizerConfigError, match=f"seed={seed!r}"):
         TABLE["cam"].check(KVCacheConfig(method="cam", seed=seed))
+
+
+@pytest.mark.parametrize("form", ["zip", "affine5", "", 4, None])
+def test_an_unknown_form_of_rows_is_refused(form: Any) -> None:
+    config = KVCacheConfig(method="h2o", seed=7).with_fields(eviction_storage=form)
+    with pytest.raises(QuantizerConfigError, match=r"eviction_storage=.*exact, affine8, affine4"):
+        TABLE["h2o"].check(config)
+
+
+def test_the_seed_of_rotated_rows_counts() -> None:
+    tokens = random_tokens(60, seed=8)
+    rows = []
+    for seed in (42, 7):
+        fields = {"seed": seed, "eviction_storage": "turboquant3"}
+        cache = new_cache(small_config(TABLE["h2o"], **fields), shape_of(tokens))
+        feed(cache, tokens)
+        cache.commit()
+        rows.append(held_rows(cache)[0])
+    assert not same(*rows)
+    with pytest.raises(QuantizerConfigError, match="seed=7 has no effect on method 'h2o'"):
+        TABLE["h2o"].check(KVCacheConfig(method="h2o", seed=7, eviction_storage="affine4"))
 
 
 def test_the_largest_seed_works() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from cache_lab import (
+    EVICTING,
     NAMES,
     READY,
     Ragged,
@@ -39,6 +40,16 @@ CORE = {"fp16", "kivi", "turboquant_rvq", "kvquant", "snapkv", "h2o", "xquant"}
 core_row = pytest.mark.parametrize(
     "row",
     [pytest.param(r, id=r.name, marks=() if r.name in CORE else pytest.mark.slow) for r in READY],
+)
+
+PACKING = {"snapkv", "streaming_llm", "cam", "nestedkv", "rocketkv"}
+"""Those whose kept rows move or change in ways of their own."""
+evicting_row = pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(r, id=r.name, marks=() if r.name in PACKING else pytest.mark.slow)
+        for r in EVICTING
+    ],
 )
 
 ON_CPU = mx.default_device() == mx.cpu
@@ -119,8 +130,8 @@ def one_step(shape: LayerShape, batch: int = 1) -> int:
     return batch * heads * (shape.k_dim + shape.v_dim) * shape.itemsize
 
 
-def check_recipe(row: MethodRow, shape: LayerShape, length: int, steps: int) -> Any:
-    config = roomy_config(row, head_dim=shape.k_dim)
+def check_recipe(row: MethodRow, shape: LayerShape, length: int, steps: int, **fields: Any) -> Any:
+    config = roomy_config(row, head_dim=shape.k_dim, **fields)
     warmed(config, shape)
     base = settled()
     mx.reset_peak_memory()
@@ -145,6 +156,11 @@ def test_a_cache_holds_what_it_says(row: MethodRow, shape: LayerShape) -> None:
     assert cache.offset == 1_088 + STEPS
 
 
+@evicting_row
+def test_packed_rows_that_are_kept_are_all_that_is_held(row: MethodRow) -> None:
+    check_recipe(row, SMOLLM2, 1_088, 100, eviction_storage="affine4")
+
+
 @core_row
 def test_nothing_of_a_prompt_chunk_stays_but_what_is_said(row: MethodRow) -> None:
     """Arrays that no attention reads yet, such as a scorer's, are evaluated with the output."""
@@ -164,11 +180,26 @@ def test_a_long_cache_holds_what_it_says(row: MethodRow, shape: LayerShape) -> N
     check_recipe(row, shape, 4_096, STEPS)
 
 
+on_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="Metal keeps other temporaries")
+
+
 @core_row
-@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="Metal keeps other temporaries")
+@on_cpu
 def test_the_peak_of_a_prompt_is_bounded_and_the_bound_says_something(row: MethodRow) -> None:
+    check_peaks(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["affine4", "turboquant4"])
+@pytest.mark.parametrize("row", EVICTING, ids=[r.name for r in EVICTING])
+@on_cpu
+def test_the_peak_of_a_prompt_is_bounded_where_rows_are_packed(row: MethodRow, form: str) -> None:
+    check_peaks(row, eviction_storage=form)
+
+
+def check_peaks(row: MethodRow, **fields: Any) -> None:
     shape = SMOLLM2._replace(itemsize=4)
-    config = roomy_config(row, head_dim=64)
+    config = roomy_config(row, head_dim=64, **fields)
     peaks = []
     for length in (1_536, 2_560):
         cache = new_cache(config, shape)

@@ -7,7 +7,7 @@ from typing import Any
 from veloxquant.cache.calibration import artifacts_for
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.coordinators import LayerGroup, groups_for
-from veloxquant.cache.layouts.eviction import storage_specs
+from veloxquant.cache.layouts.kept_rows import storage_specs
 from veloxquant.cache.probe import ModelPlan, native_caches, probe, replace_plain
 from veloxquant.cache.residual import watch
 from veloxquant.cache.residual_sites import all_show, sites_of

@@ -54,11 +54,21 @@ class EvictingCache(ExactRows):
 
     def keys(self, stop: int | None = None) -> mx.array:
         """Keys of the first `stop` rows, (B, H, n, D); all by default."""
-        return decode_range(self.runs()[0], 0, self.rows if stop is None else stop, self._dtype)
+        return self._seen(0, stop)
 
     def values(self, stop: int | None = None) -> mx.array:
         """Values of the first `stop` rows."""
-        return decode_range(self.runs()[1], 0, self.rows if stop is None else stop, self._dtype)
+        return self._seen(1, stop)
+
+    def _seen(self, side: int, stop: int | None) -> mx.array:
+        """Rows as they are held, so that a score does not depend on the pieces of a prompt.
+
+        A single new token is seen as it came: it is in a piece of its own, however it is fed.
+        """
+        runs = self.runs()[side]
+        if self.pending is not None and self.pending[side].shape[2] > 1:
+            runs[-1] = self.as_held(self.pending[side], side)
+        return decode_range(runs, 0, self.rows if stop is None else stop, self._dtype)
 
     def kept_positions(self) -> mx.array:
         """Absolute positions of the rows held, (B, H or 1, n) int32 ascending."""

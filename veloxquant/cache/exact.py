@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from veloxquant.cache.attend import Mask
+from veloxquant.cache.attend import Fresh, Mask, Run
 from veloxquant.cache.layer import LayerCache
 from veloxquant.cache.plans import COMPUTE_ITEMSIZE, SCORE_BYTES
 from veloxquant.cache.store import Store
@@ -42,6 +42,15 @@ class ExactRows(LayerCache):
         self.key_rows = Store(codec_for(keys, self._dims[0]), WINDOW_STEP)
         self.value_rows = Store(codec_for(values, self._dims[1]), WINDOW_STEP)
         self.writes_through = False
+
+    def as_held(self, rows: mx.array, side: int) -> Run:
+        """New keys (side 0) or values (1) as attention will read them once they are stored."""
+        store = (self.key_rows, self.value_rows)[side]
+        if self.writes_through:
+            return Fresh(rows)
+        coded = Store(store.codec, store.step)
+        coded.append(rows)
+        return coded
 
     def streams(self) -> tuple[Sequence[Store], Sequence[Store]]:
         """The two stores."""

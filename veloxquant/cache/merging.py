@@ -77,11 +77,15 @@ class Merger(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Survivors with what they took over: keys and values (B, H, k, D), scores (B, H, k)."""
+    """Survivors with what they took over: keys and values (B, H, k, D), scores (B, H, k).
+
+    `changed` (B, H, k) says whose value is another one now, and key where those are merged.
+    """
 
     keys: mx.array
     values: mx.array
     scores: mx.array
+    changed: mx.array
 
 
 def merge(
@@ -96,20 +100,19 @@ def merge(
         keep: (B, H, k) int32 ascending.
         how: mode, gate, turning of keys.
     """
-    kept = Merged(
-        pick_rows(keys, keep), pick_rows(values, keep), mx.take_along_axis(scores, keep, axis=-1)
-    )
-    key_sum = mx.zeros(kept.keys.shape, dtype=mx.float32)
-    value_sum = mx.zeros(kept.values.shape, dtype=mx.float32)
-    weight, total = mx.zeros(keep.shape), kept.scores
+    kept_keys, kept_values = pick_rows(keys, keep), pick_rows(values, keep)
+    kept_scores = mx.take_along_axis(scores, keep, axis=-1)
+    key_sum = mx.zeros(kept_keys.shape, dtype=mx.float32)
+    value_sum = mx.zeros(kept_values.shape, dtype=mx.float32)
+    weight, total = mx.zeros(keep.shape), kept_scores
     for losers in blocks_of_losers(left_out(keep, keys.shape[2])):
         own = mx.take_along_axis(scores, losers.places, axis=-1)
         if how.mode == "sequential":
-            inherits = shares = _spread(losers, own, kept.scores, how)
+            inherits = shares = _spread(losers, own, kept_scores, how)
         else:
             lost = pick_rows(keys, losers.places)
-            target, cosine = nearest(kept.keys, lost, how.n_sink)
-            shares = _assign(losers, target, cosine, own, kept.scores, how)
+            target, cosine = nearest(kept_keys, lost, how.n_sink)
+            shares = _assign(losers, target, cosine, own, kept_scores, how)
             inherits = (shares > 0).astype(mx.float32)
             if how.turn is not None:
                 key_sum = key_sum + shares @ how.turn(lost, losers, target).astype(mx.float32)
@@ -117,11 +120,16 @@ def merge(
         weight = weight + shares.sum(axis=-1)
         total = total + (inherits @ own[..., None])[..., 0]
     divisor = 1.0 if how.mode == "sequential" else (1.0 + weight)[..., None]
-    new_values = (kept.values.astype(mx.float32) + value_sum) / divisor
-    new_keys = kept.keys
+    new_values = (kept_values.astype(mx.float32) + value_sum) / divisor
+    new_keys = kept_keys
     if how.turn is not None:
         new_keys = ((new_keys.astype(mx.float32) + key_sum) / divisor).astype(keys.dtype)
-    return Merged(new_keys, new_values.astype(values.dtype), total)
+    return Merged(new_keys, new_values.astype(values.dtype), total, weight > 0)
+
+
+def most_changed(losers: int, mode: Merge) -> int:
+    """Survivors of a head that so many losers can change."""
+    return losers * (SEQUENTIAL_TARGETS if mode == "sequential" else 1)
 
 
 def _assign(

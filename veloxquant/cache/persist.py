@@ -27,7 +27,7 @@ from veloxquant.core.exceptions import CacheStateError
 FORMAT_VERSION = 1
 _FORMAT = "veloxquant_cache"
 # Common fields that decide what packed arrays mean; those of the method come beside them.
-_COMMON = ("bit_width_inlier", "seed", "residual_length", "n_sink_tokens")
+_COMMON = ("bit_width_inlier", "seed", "residual_length", "n_sink_tokens", "eviction_storage")
 _ARRAYS = ("smooth_factors", "key_codebook", "value_codebook")
 _DIGEST = "sha256"
 _MISFIT = (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError)

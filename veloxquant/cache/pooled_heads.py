@@ -42,14 +42,6 @@ def competing_rows(scores: mx.array, budget: int, n_sink: int, safeguard: int) -
     return mx.sort(order[:, : heads * budget].astype(mx.int32), axis=-1)
 
 
-def pooled(rows: mx.array, keep: mx.array) -> mx.array:
-    """Rows (B, H, n, D) at `keep` (B, H·b) of `competing_rows`, as a pool (B, H, b, D)."""
-    batch, heads, n, dim = rows.shape
-    flat = rows.reshape(batch, heads * n, dim)
-    picked = mx.take_along_axis(flat, keep[..., None], axis=1)
-    return picked.reshape(batch, heads, -1, dim)
-
-
 def counts_of(keep: mx.array, heads: int, n: int) -> mx.array:
     """Slots of each head, (B, H) int32."""
     owners = keep // n

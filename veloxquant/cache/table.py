@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from veloxquant.cache.layouts import HELD
 from veloxquant.config import validate
-from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.common_fields import READERS
+from veloxquant.config.kv_cache import EVICTION_STORAGE, KVCacheConfig
 from veloxquant.config.options import (
     A2ATSOptions,
     AdaKVOptions,
@@ -89,6 +90,11 @@ class MethodRow:
     def is_ready(self) -> bool:
         """Whether caches of this method can be built."""
         return self.status == "ready"
+
+    @property
+    def row_forms(self) -> tuple[str, ...]:
+        """Forms that kept rows may have (`eviction_storage`); none where every token is kept."""
+        return EVICTION_STORAGE if self.name in READERS["eviction_storage"] else ()
 
     def check(self, config: KVCacheConfig) -> None:
         """Raise `QuantizerConfigError` when the configuration cannot work with this method."""

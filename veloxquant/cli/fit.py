@@ -91,9 +91,12 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def _setting(method: str, options: dict[str, Any]) -> str:
-    """The bit width that is asked for; `-` for methods without one."""
-    field = fields_of(method).get("bit_width_inlier")
-    return f"{options.get(field.name, field.default)} bit" if field else "-"
+    """The bit width that is asked for, or the form of kept rows; `-` for methods without either."""
+    fields = fields_of(method)
+    if field := fields.get("bit_width_inlier"):
+        return f"{options.get(field.name, field.default)} bit"
+    form = fields.get("eviction_storage")
+    return options.get(form.name, form.default) if form else "-"
 
 
 def _detail(

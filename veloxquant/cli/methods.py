@@ -7,12 +7,13 @@ caches that keep an uncompressed copy; none of ours does, so the tiers here are 
 
 import argparse
 import json
+import textwrap
 from typing import Any
 
 from veloxquant.cache.table import TABLE, MethodRow
 from veloxquant.cli import exit_codes
 from veloxquant.cli.output import CliError, clean, result, table
-from veloxquant.config.kv_cache import BASELINE
+from veloxquant.config.kv_cache import BASELINE, EVICTION_STORAGE
 from veloxquant.planning.method_settings import fields_of
 
 SCHEMA_VERSION = 1
@@ -71,6 +72,7 @@ def as_data(row: MethodRow) -> dict[str, Any]:
             "queries": row.queries,
             "calibration": row.calibration,
             "layers_coupled": row.couples,
+            "kept_row_forms": list(row.row_forms),
             "batching": row.is_ready,
         },
     }
@@ -111,6 +113,10 @@ def run(args: argparse.Namespace) -> int:
     if not rows:
         raise CliError("No method matches.", "Leave out a filter.", exit_codes.NOT_FOUND)
     result(table(["METHOD", "FAMILY", "STATUS", "WHAT IT DOES"], rows))
+    if names := [m["name"] for m in data["methods"] if m["capabilities"]["kept_row_forms"]]:
+        forms = ", ".join(form for form in EVICTION_STORAGE if form != "exact")
+        told = f"--set eviction_storage=FORM packs the rows kept by {', '.join(names)}; {forms}"
+        result("\n".join(textwrap.wrap(told, 100)))
     result(clean(f"{sum(r[2] == 'ready' for r in rows)} ready, * default of `vq up`"))
     return exit_codes.OK
 

@@ -1,8 +1,8 @@
 """Which method reads which common field: the one table that checks, settings and tests go by.
 
 A common field belongs to no options class. Methods that are not named for a field would ignore it,
-so a value other than its default is refused there. `use_metal_kernels` and `eviction_storage` are
-not here: every cache reads the first, and `config.checks` says who takes the second.
+so a value other than its default is refused there. `use_metal_kernels` is not here: every cache
+reads it.
 """
 
 from collections.abc import Mapping
@@ -19,6 +19,12 @@ _OBJECTS = STANDALONE_METHODS
 _FITTED = frozenset(
     {"vecinfer", "spectral", "kvquant", "cachegen", "skvq", "qfilters", "kvtc", "amc", "a2ats"}
 )
+_EVICTING = frozenset(
+    {
+        "snapkv", "streaming_llm", "h2o", "tova", "pyramidkv", "squeeze", "chunkkv", "cam", "knorm",
+        "qfilters", "keyformer", "morphkv", "kvzip", "curdkv", "nestedkv", "rocketkv",
+    }
+)  # fmt: skip
 _NONE: frozenset[str] = frozenset()
 
 READERS: Mapping[str, frozenset[str]] = {
@@ -41,6 +47,7 @@ READERS: Mapping[str, frozenset[str]] = {
     "smooth_factors": _VECINFER,
     "key_codebook": _VECINFER,
     "value_codebook": _VECINFER,
+    "eviction_storage": _EVICTING,
     "fused_sdpa": _NONE,
     "fused_sdpa_max_ctx": _NONE,
     "fused_sdpa_memory_bound": _NONE,
@@ -51,6 +58,7 @@ HINTS: Mapping[str, str] = {
     "capacity": "; a serving cache grows with its tokens, and the pool of the server limits them",
     "sliding_window": "; method 'streaming_llm' keeps first tokens and a window",
     "n_sink_tokens": "; method 'kivi_sink' keeps first tokens exact",
+    "eviction_storage": "; only methods that give up tokens keep the others in a form of choice",
     **dict.fromkeys(
         ("fused_sdpa", "fused_sdpa_max_ctx", "fused_sdpa_memory_bound"),
         "; attention reads the packed codes always, and use_metal_kernels=False turns kernels off",
@@ -61,7 +69,7 @@ HINTS: Mapping[str, str] = {
 
 def reads(config: KVCacheConfig, field: str) -> bool:
     """Whether the method of a configuration reads a common field."""
-    if field == "seed" and config.eviction_storage == "turboquant4":
+    if field == "seed" and config.eviction_storage.startswith("turboquant"):
         return True
     return config.method in READERS[field]
 
@@ -86,6 +94,6 @@ def _same(value: Any, default: Any) -> bool:
     """Whether a value is the default; neither arrays nor True and 1 are taken for it."""
     if value is default:
         return True
-    return isinstance(value, int | float | list) and (
+    return isinstance(value, int | float | str | list) and (
         isinstance(value, bool) == isinstance(default, bool) and bool(value == default)
     )

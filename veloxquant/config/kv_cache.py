@@ -65,7 +65,11 @@ MethodName = Literal[
 ]  # fmt: skip
 METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
 BASELINE = "fp16"
-EVICTION_STORAGE = ("exact", "affine8", "affine4", "turboquant4")
+EvictionStorage = Literal[
+    "exact", "affine8", "affine4", "affine2", "turboquant4", "turboquant3", "turboquant2"
+]
+EVICTION_STORAGE: tuple[str, ...] = get_args(EvictionStorage)
+"""Forms of kept rows: as they came, or so many bits a channel in affine groups or rotated."""
 STANDALONE_METHODS = frozenset({"polar", "qjl", "spectral", "turboquant_mse", "turboquant_prod"})
 
 
@@ -163,8 +167,8 @@ class KVCacheConfig(
     fused_sdpa: bool | None = False
     fused_sdpa_max_ctx: int | None = None
     fused_sdpa_memory_bound: bool = False
-    eviction_storage: str = "exact"
-    """Form of the rows that an evicting method keeps, one of `EVICTION_STORAGE`; ours."""
+    eviction_storage: EvictionStorage = "exact"
+    """Form of the rows that an evicting method keeps; ours."""
 
     def __post_init__(self) -> None:
         """Warn about flat method fields, then let `options` fill what is at its default."""

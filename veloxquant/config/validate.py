@@ -4,17 +4,17 @@ Every refusal names the field, the value and what is legal.
 """
 
 from veloxquant.config.checks import CHECKS
-from veloxquant.config.checks.eviction import check_storage
-from veloxquant.config.common_fields import READERS, refuse_unread
+from veloxquant.config.common_fields import reads, refuse_unread
 from veloxquant.config.kv_cache import (
     BASELINE,
+    EVICTION_STORAGE,
     FIELD_OWNER,
     METHOD_NAMES,
     SHARED_FIELDS,
     KVCacheConfig,
     explicit_method_fields,
 )
-from veloxquant.config.ranges import integer, refuse
+from veloxquant.config.ranges import integer, one_of, refuse
 from veloxquant.core.exceptions import QuantizerConfigError
 
 MAX_SEED = (1 << 32) - 2
@@ -44,7 +44,7 @@ def check(config: KVCacheConfig, options: type | None = None) -> None:
                 f"{field}={getattr(config, field)!r} is an option of {FIELD_OWNER[field]}; "
                 f"method {config.method!r} would ignore it"
             )
-    check_storage(config)
+    one_of(config, "eviction_storage", EVICTION_STORAGE)
     if rule := CHECKS.get(config.method):
         rule(config)
     refuse_unread(config)
@@ -53,7 +53,7 @@ def check(config: KVCacheConfig, options: type | None = None) -> None:
 
 def _common_ranges(config: KVCacheConfig) -> None:
     """Ranges of common fields that mean the same to every method that reads them."""
-    if config.method in READERS["seed"] or config.eviction_storage == "turboquant4":
+    if reads(config, "seed"):
         integer(config, "seed", 0, MAX_SEED)
     for field in ("capacity", "sliding_window"):
         if getattr(config, field) is not None:

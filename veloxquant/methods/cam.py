@@ -7,6 +7,7 @@ survivors that follow and divides nothing. With `cam_merge_gate` a loser is merg
 probability of its score over its target's, at most 1; a survivor takes over the score as well.
 Source: Zhang et al., CaM, ICML 2024, section 4. Differs: default target (nearest key) and
 normalisation; a prompt is read whole, then all its losers are merged at once.
+Packed survivors (`eviction_storage`) are coded anew only when they take something over.
 `cam_merge_keys` also averages keys, turned to the target's position: it needs the layer's position
 encoding. Without true queries scores are KeyDiff's, gates compare key norms, and the cache says
 `proxy`.
@@ -18,8 +19,9 @@ import mlx.core as mx
 
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import EvictingCache, Policy
-from veloxquant.cache.merging import Losers, Merge, Merger, merge
+from veloxquant.cache.merging import Losers, Merge, Merger, merge, most_changed
 from veloxquant.cache.rope import shiftable, turn_rows
+from veloxquant.cache.row_moves import change_rows
 from veloxquant.cache.scorers import CumulativeAttention
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
@@ -59,10 +61,11 @@ class CaMKVCache(EvictingCache):
         turn = None if self.rope is None else turned
         how = Merger(self.merge_mode, self.policy.n_sink, self._gate, turn)
         merged = merge(keys, self.values(), scores, keep, how)
+        most = most_changed(self.rows - keep.shape[-1], self.merge_mode)
         super().take(keep)
-        self.value_rows.replace(merged.values)
+        change_rows(self.value_rows, merged.values, merged.changed, most)
         if turn is not None:
-            self.key_rows.replace(merged.keys)
+            change_rows(self.key_rows, merged.keys, merged.changed, most)
         if self.scorer.ready:
             self.columns["mass"] = merged.scores
 

@@ -8,6 +8,7 @@ other rows of the layer go to the best scores of all heads, so heads hold unequa
 That happens once; whatever comes later is appended.
 Source: Chen et al., NestedKV, 2026, arXiv 2605.26678, section 3 and appendix A. Differs: the budget
 counts rows instead of a share of the prompt.
+Packed rows (`eviction_storage`) change heads as they are packed.
 Unequal heads need the attention hook. Without it every head keeps `nestedkv_budget` rows (the
 paper's form without adaptive heads), and the cache says `proxy`.
 """
@@ -17,16 +18,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant.cache.attend import Mask
+from veloxquant.cache.attend import Mask, decode_range
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import POSITIONS, EvictingCache, Policy
+from veloxquant.cache.layouts.eviction_prompt import heads_compete
 from veloxquant.cache.pooled_heads import (
     HeadRows,
     competing_rows,
     counts_of,
-    pooled,
     pooled_attention,
 )
+from veloxquant.cache.row_moves import share_rows
 from veloxquant.cache.scorers import Rows, Scorer
 from veloxquant.cache.view import CacheView
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -59,7 +61,7 @@ class NestedKVKVCache(EvictingCache):
         )
         super().__init__(shape, config.method, policy, scorer)
         self.safeguard = int(config.nestedkv_safeguard_alpha * config.nestedkv_budget)
-        self.competes = shape.n_kv_heads > 1 and self.safeguard < config.nestedkv_budget
+        self.competes = heads_compete(config, shape)
         self.head_rows: mx.array | None = None
 
     # ---- tokens out ---------------------------------------------------------------------
@@ -83,9 +85,8 @@ class NestedKVKVCache(EvictingCache):
             return
         batch, heads, _, _ = self._known_shape()
         rows = self.rows
-        keys, values = pooled(self.keys(), keep), pooled(self.values(), keep)
-        self.key_rows.replace(keys)
-        self.value_rows.replace(values)
+        share_rows(self.key_rows, keep)
+        share_rows(self.value_rows, keep)
         self.columns[POSITIONS] = mx.contiguous((keep % rows).reshape(batch, heads, -1))
         self.head_rows = counts_of(keep, heads, rows).astype(mx.int32)
 
@@ -114,9 +115,9 @@ class NestedKVKVCache(EvictingCache):
                 f"the view stands for {view.shape[2]} tokens, the cache holds {self.rows} now, of "
                 f"unequal heads; make a new view, and pass no mask array"
             )
+        rows = (decode_range(side, 0, self.rows, self._dtype) for side in self.runs())
         sides = [
-            HeadRows(rows[:, :, : self.policy.budget], rows[:, :, self.policy.budget :])
-            for rows in (self.keys(), self.values())
+            HeadRows(x[:, :, : self.policy.budget], x[:, :, self.policy.budget :]) for x in rows
         ]
         out = pooled_attention(queries, sides[0], sides[1], self.head_rows, scale, sinks)
         return self._settled(out)

@@ -163,6 +163,12 @@ class QFiltersKVCache(EvictingCache):
         """Bytes of the rows held."""
         return self.kept_bytes
 
+    def _arrived(self, keys: mx.array, count: int) -> None:
+        """Rate keys as they will be held, as those before the first eviction were."""
+        if "score" in self.columns and not self.writes_through:
+            keys = self.as_held(keys, 0).decode(0, count, self._dtype)
+        super()._arrived(keys, count)
+
     def observe(self, queries: mx.array, scale: float) -> None:
         """Show the scorer the queries; the guard looks at those before the first eviction."""
         over = self.rows > self.policy.budget and self.filter_scorer.can_decide

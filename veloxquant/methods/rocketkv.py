@@ -5,6 +5,7 @@ When a prompt of N tokens is complete, N / c1 rows stay, chosen as snapkv does w
 pages of consecutive rows, found by bounds of their keys on the query's strongest channels, and the
 rows of the last, unfinished page. c is `rocketkv_compression_ratio`, c1 and the page size follow
 from it. Blocks of tokens (another turn) read everything held, and are compressed like a prompt.
+Packed rows (`eviction_storage`) have bounds in the keys' form, of the keys as they read unpacked.
 The ratio is of what a token reads, not of memory: at 8 and 128 channels the rows and the bounds
 take 1 / 1.47 of the full cache.
 Source: Behnam et al., RocketKV, 2025, arXiv 2502.14051, section 3. Differs: `rocketkv_n_sink` first
@@ -19,10 +20,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant.cache.attend import Mask
+from veloxquant.cache.attend import Fresh, Mask, Run, attend
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import EvictingCache, Policy
 from veloxquant.cache.layouts.eviction_pages import rocketkv_split
+from veloxquant.cache.picked import Picked
 from veloxquant.cache.scorers import WindowAttention
 from veloxquant.cache.store import Store
 from veloxquant.cache.view import CacheView
@@ -35,7 +37,7 @@ from veloxquant.quantizers.rocketkv import (
     page_numbers,
     select_topk_pages,
 )
-from veloxquant.quantizers.sizes import WINDOW_STEP, LayerShape
+from veloxquant.quantizers.sizes import WINDOW_STEP, CodecSpec, LayerShape
 from veloxquant.quantizers.specs.plain import PlainSpec
 
 POOL_KERNEL = 63
@@ -56,6 +58,12 @@ class RocketKVKVCache(EvictingCache):
         self.page_min = Store(codec_for(PlainSpec(), shape.k_dim), WINDOW_STEP)
         self.prompt_tokens = 0
         """Tokens seen at the last eviction, 0 before it."""
+
+    def hold_in(self, keys: CodecSpec, values: CodecSpec) -> None:
+        """Pack rows in these forms and bounds as keys: at a page of two rows they are as many."""
+        super().hold_in(keys, values)
+        self.page_max = Store(codec_for(keys, self.dim), WINDOW_STEP)
+        self.page_min = Store(codec_for(keys, self.dim), WINDOW_STEP)
 
     # ---- rows and pages -----------------------------------------------------------------
 
@@ -126,22 +134,39 @@ class RocketKVKVCache(EvictingCache):
         fresh = view.shape[2] == self.rows
         if not fresh or queries.shape[2] != 1 or isinstance(mask, mx.array) or not self._sparse():
             return super().attend(queries, view, scale, mask, sinks, owner=owner)
-        batch, heads, dim, _ = self._known_shape()
-        index = self._picked(queries.reshape(batch, heads, -1, dim), scale)[..., None]
-        tail = self.page_max.length * self.page_size
-        sides = []
-        for store in (self.key_rows, self.value_rows):
-            rows = store.decode(0, self.rows, self._dtype)
-            picked = mx.take_along_axis(rows, index, axis=2)
-            if tail < self.rows:
-                picked = mx.concatenate([picked, rows[:, :, tail:]], axis=2)
-            sides.append(picked)
-        out = mx.fast.scaled_dot_product_attention(
-            queries, *sides, scale=scale, mask=None, sinks=sinks
-        )
+        batch, heads, dim, v_dim = self._known_shape()
+        index = self._picked(queries.reshape(batch, heads, -1, dim), scale)
+        if self.writes_through:
+            sides = (self._exact(store, index) for store in (self.key_rows, self.value_rows))
+            out = mx.fast.scaled_dot_product_attention(
+                queries, *sides, scale=scale, mask=None, sinks=sinks
+            )
+        else:
+            runs = (self._packed(side, index) for side in (0, 1))
+            out = attend(
+                queries, *runs, n_kv=heads, v_dim=v_dim, scale=scale, mask=None, sinks=sinks,
+                use_kernels=self.use_kernels,
+            )  # fmt: skip
         if owner:
             self.observe(queries, scale)
         return self._settled(out)
+
+    def _exact(self, store: Store, index: mx.array) -> mx.array:
+        """Rows at `index` and those of the unfinished page."""
+        rows = store.decode(0, self.rows, self._dtype)
+        picked = mx.take_along_axis(rows, index[..., None], axis=2)
+        tail = self.page_max.length * self.page_size
+        return mx.concatenate([picked, rows[:, :, tail:]], axis=2) if tail < self.rows else picked
+
+    def _packed(self, side: int, index: mx.array) -> list[Run]:
+        """The same rows of keys (0) or values (1), picked as they are packed, and the new one."""
+        store = (self.key_rows, self.value_rows)[side]
+        tail = mx.arange(self.page_max.length * self.page_size, store.length, dtype=mx.int32)
+        tail = mx.broadcast_to(tail, (*index.shape[:2], tail.size))
+        runs: list[Run] = [Picked(store, mx.concatenate([index, tail], axis=-1))]
+        if self.pending is not None:
+            runs.append(Fresh(self.pending[side]))
+        return runs
 
     def _picked(self, queries: mx.array, scale: float) -> mx.array:
         """Ascending rows (B, H, n) of finished pages that queries (B, H, G, D) read."""

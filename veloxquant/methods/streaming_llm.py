@@ -4,12 +4,16 @@ Trained models dump surplus attention on the first tokens; keeping `stream_n_sin
 the newest `stream_window_size` keeps the perplexity flat at constant memory, and forgets the
 middle. The paper numbers positions inside the cache; since rotations compose, that is the same as
 turning only the sink keys forward by the number of tokens evicted.
+Packed rows (`eviction_storage`) are those of the window; sinks are apart from the first token on,
+exact, since they are read turned.
 Source: Xiao et al., StreamingLLM, 2023, arXiv 2309.17453, section 3.2. Differs: a chunk of a prompt
 sees everything held and itself, then the window closes.
 """
 
 from collections.abc import Sequence
 from typing import Any
+
+import mlx.core as mx
 
 from veloxquant.cache.attend import Fresh, Run
 from veloxquant.cache.context import LayerContext
@@ -23,7 +27,10 @@ from veloxquant.quantizers.specs.plain import PlainSpec
 
 
 class StreamingLLMKVCache(ExactRows):
-    """Sink rows in a store of their own once the window has moved, window rows in another."""
+    """Sink rows in a store of their own once the window has moved, window rows in another.
+
+    Beside a packed window sinks are apart from the start.
+    """
 
     constants = frozenset({"rope"})
 
@@ -38,6 +45,26 @@ class StreamingLLMKVCache(ExactRows):
     def streams(self) -> tuple[Sequence[Store], Sequence[Store]]:
         """Sinks, then the window."""
         return (self.sink_keys, self.key_rows), (self.sink_values, self.value_rows)
+
+    def write(self, keys: mx.array, values: mx.array) -> None:
+        """Append rows; the first ones apart where the others are packed."""
+        apart = 0 if self.writes_through else self.n_sink - self.sink_keys.length
+        if apart:
+            self.sink_keys.append(keys[:, :, :apart])
+            self.sink_values.append(values[:, :, :apart])
+            keys, values = keys[:, :, apart:], values[:, :, apart:]
+        super().write(keys, values)
+
+    def drop(self, n: int) -> int:
+        """Rewind window rows, then sinks, while nothing was evicted."""
+        if self.evicted:
+            return 0
+        for sinks, rows in (
+            (self.sink_keys, self.key_rows),
+            (self.sink_values, self.value_rows),
+        ):
+            sinks.trim(n - rows.trim(n))
+        return n
 
     def settle(self) -> None:
         """Drop the oldest window rows beyond the capacity."""

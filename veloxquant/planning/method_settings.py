@@ -16,7 +16,9 @@ from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import Unsaid
 from veloxquant.core.exceptions import QuantizerConfigError
 
-COMMON_FIELDS = ("bit_width_inlier", "residual_length", "n_sink_tokens", "jl_dim", "seed")
+COMMON_FIELDS = (
+    "bit_width_inlier", "residual_length", "n_sink_tokens", "jl_dim", "seed", "eviction_storage"
+)  # fmt: skip
 """Common fields that text can set, for the methods that read them."""
 BOOLEANS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),

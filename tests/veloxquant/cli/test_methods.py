@@ -2,7 +2,7 @@ import json
 from collections.abc import Callable
 
 from veloxquant.cache.table import TABLE
-from veloxquant.config.kv_cache import METHOD_NAMES
+from veloxquant.config.kv_cache import EVICTION_STORAGE, METHOD_NAMES
 
 Run = Callable[..., tuple[int, str, str]]
 KEYS = {
@@ -29,6 +29,16 @@ def test_json_has_the_documented_shape(run: Run) -> None:
             assert set(field) == {"name", "type", "default", "optional", "help"}
 
 
+def test_methods_with_kept_rows_say_which_forms_these_can_have(run: Run) -> None:
+    forms = {m["name"]: m["capabilities"]["kept_row_forms"] for m in payload(run)["methods"]}
+    assert forms["cam"] == list(EVICTION_STORAGE)
+    assert forms["kivi"] == []
+    _, out, _ = run("methods")
+    footer = " ".join(out.splitlines()[-5:])
+    assert all(name in footer for name, found in forms.items() if found)
+    assert "kivi" not in footer
+
+
 def test_filters(run: Run) -> None:
     ready = {name for name, row in TABLE.items() if row.is_ready}
     assert {m["name"] for m in payload(run, "--servable-only")["methods"]} == ready
@@ -40,4 +50,4 @@ def test_table_for_people(run: Run) -> None:
     code, out, _ = run("methods", "ls")
     assert code == 0
     assert "turboquant_rvq *" in out
-    assert len(out.splitlines()) == len(TABLE) + 2
+    assert len(out.splitlines()) == len(TABLE) + 5

@@ -1,5 +1,6 @@
 """cam: what goes leaves its value to somebody who stays."""
 
+import copy
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ from cache_lab import Tokens, attend, feed, held_rows, new_cache, random_tokens,
 
 from veloxquant.cache.builder import build_layer
 from veloxquant.cache.context import LayerContext
-from veloxquant.cache.merging import Losers, gate_probability
+from veloxquant.cache.merging import SEQUENTIAL_TARGETS, Losers, gate_probability
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import CaMOptions
 from veloxquant.core.exceptions import QuantizerConfigError
@@ -84,6 +85,37 @@ def test_values_stay_between_those_that_were_fed(mode: str, length: int) -> None
     assert (values.min(axis=2) >= tokens.values.min(axis=2) - 1e-5).all().item()
     places = cache.kept_positions()
     assert same(keys, mx.take_along_axis(tokens.keys, places[..., None], axis=2))
+
+
+@pytest.mark.parametrize("form", ["affine4", "turboquant4"])
+@pytest.mark.parametrize(("mode", "keys_too"), [("mean", True), ("sequential", False)])
+def test_packed_survivors_are_coded_anew_only_when_they_take_over(
+    form: str, mode: str, keys_too: bool
+) -> None:
+    tokens = random_tokens(BUDGET, seed=1, heads=1, repeat=1)
+    setting = config(mode, cam_merge_gate=False, cam_merge_keys=keys_too)
+    context = LayerContext(rope=nn.RoPE(64))
+    cache = full(tokens, setting.with_fields(eviction_storage=form), context)
+    cache.commit()
+    before = copy.deepcopy(cache)
+    _, values, places, lost, target, _ = after_one_loss(cache, tokens)
+    takers = {target}
+    if mode == "sequential":
+        later = [place for place in places if place > lost]
+        takers = set(later[:SEQUENTIAL_TARGETS])
+    for side, moved in enumerate((takers if keys_too else set(), takers)):
+        old, new = (c.layout()[side].compact()[3] for c in (before, cache))
+        for name, words in new.items():
+            stayed = mx.take(old[name], mx.array(places), axis=2)
+            same_words = (stayed == words).all(axis=-1)[0, 0].tolist()
+            assert {p for p, one in zip(places, same_words, strict=True) if not one} <= moved
+        assert any(not one for one in same_words) or not moved
+    share = values[lost] / len(takers)
+    for place in takers:
+        wanted = values[place] + share if mode == "sequential" else (values[place] + share) / 2
+        coded = cache.as_held(mx.array(wanted)[None, None, None], 1).decode(0, 1, mx.float32)
+        got = held_rows(cache)[1][:, :, places.index(place)]
+        assert mx.abs(got - coded[:, :, 0]).max().item() < 1e-4
 
 
 def test_sinks_take_nothing() -> None:

@@ -122,8 +122,9 @@ STREAM = KVCacheConfig(
 )
 
 
-def streaming(tokens: Tokens, rope=None):
-    cache = build_layer(STREAM, shape_of(tokens), LayerContext(rope=rope, views=True))
+def streaming(tokens: Tokens, rope=None, form: str = "exact"):
+    config = STREAM.with_fields(eviction_storage=form)
+    cache = build_layer(config, shape_of(tokens), LayerContext(rope=rope, views=True))
     cache.returns = "views"
     return cache
 
@@ -196,3 +197,21 @@ def test_turned_sinks_are_positions_inside_the_cache(traditional: bool, dims: in
     still = held_rows(cache)[0]
     assert same(still[:, :, SINKS:], mx.take(rotated.keys, index[SINKS:], axis=2))
     assert worst(still[:, :, :SINKS], rope(raw.keys[:, :, :SINKS], offset=68)) < 1e-4
+
+
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_sinks_beside_a_packed_window_are_exact_and_turned(size: int) -> None:
+    rope, raw = nn.RoPE(64), random_tokens(100, seed=17, heads=1, repeat=1)
+    rotated = Tokens(rope(raw.queries), rope(raw.keys), raw.values)
+    cache = streaming(rotated, rope, "affine4")
+    feed(cache, rotated.cut(0, SINKS + 2), size)
+    cache.commit()
+    assert cache.sink_keys.length == SINKS
+    assert cache.trim(3) == 3
+    feed(cache, rotated.cut(SINKS - 1, 100), size)
+    cache.commit()
+    assert cache.size() == SINKS + WINDOW
+    keys, values = held_rows(cache)
+    assert same(values[:, :, :SINKS], raw.values[:, :, :SINKS])
+    assert worst(keys[:, :, :SINKS], rope(raw.keys[:, :, :SINKS], offset=68)) < 1e-4
+    assert 0 < worst(values[:, :, SINKS:], raw.values[:, :, -WINDOW:]) < 0.3

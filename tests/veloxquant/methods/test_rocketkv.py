@@ -1,5 +1,7 @@
 """rocketkv: how a ratio is split, what bounds promise, what a single query reads."""
 
+import copy
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -20,15 +22,15 @@ from veloxquant.cache.selection import select_rows
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import RocketKVOptions
 from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.quantizers.rocketkv import build_paged_summary_batched
 from veloxquant.quantizers.sizes import LayerShape
 from veloxquant.quantizers.specs.pages import PageSplit
 
 
-def config(**fields) -> KVCacheConfig:
+def config(form: str = "exact", **fields) -> KVCacheConfig:
     given = {f"rocketkv_{name}": value for name, value in fields.items()}
-    return KVCacheConfig(
-        method="rocketkv", options=RocketKVOptions(**{"rocketkv_obs_window": 8, **given})
-    )
+    options = RocketKVOptions(**{"rocketkv_obs_window": 8, **given})
+    return KVCacheConfig(method="rocketkv", options=options).with_fields(eviction_storage=form)
 
 
 def compressed(tokens: Tokens, size: int | None = None, **fields):
@@ -142,6 +144,45 @@ def test_a_token_reads_the_pages_it_says_and_no_others(page_size: int | None) ->
         assert cache.size() == rows + 1
         wanted = expected(cache, token.queries, read + cache.size() % cache.page_size)
         assert np.abs(np.array(out) - wanted).max() < 1e-4
+
+
+@pytest.mark.parametrize("form", ["affine4", "turboquant4"])
+def test_a_token_reads_packed_pages_and_itself(form: str) -> None:
+    cache = compressed(random_tokens(400, seed=7), form=form)
+    for seed in range(4):
+        before, token = copy.deepcopy(cache), random_tokens(1, seed=100 + seed)
+        before.commit()
+        fresh = [np.array(a, dtype=np.float64) for a in token[1:]]
+        held = [np.array(a, dtype=np.float64) for a in held_rows(before)]
+        out, wanted = attend(cache, token), []
+        for h in range(2):
+            heads = token.queries[0, h * 2 : h * 2 + 2, 0]
+            rows = np.array(before.select_indices(heads, 0, h))
+            assert len(rows) == 26 + before.size() % 2
+            keys, values = (
+                np.concatenate([a[0, h, rows], x[0, h]]) for a, x in zip(held, fresh, strict=True)
+            )
+            weights = np.exp(np.array(heads, dtype=np.float64) @ keys.T / 8)
+            wanted.extend(weights / weights.sum(-1, keepdims=True) @ values)
+        assert np.abs(np.array(out)[0, :, 0] - np.stack(wanted)).max() < 1e-4
+
+
+def test_bounds_of_packed_keys_are_packed_and_of_use() -> None:
+    """They take what the keys' form does, and most of the pages found are those of exact bounds."""
+    tokens = random_tokens(1024, seed=6, heads=1, repeat=1, k_dim=128, dtype=mx.bfloat16)
+    cache = compressed(tokens, obs_window=32, form="affine4")
+    assert cache.stage1_bytes == 2 * 464 * (64 + 16)
+    assert cache.stage2_aux_bytes == cache.stage1_bytes // 2
+    keys = held_rows(cache)[0].astype(mx.float32)
+    bounds = build_paged_summary_batched(keys, 2)
+    stores, shared = (cache.page_max, cache.page_min), []
+    coded = [s.decode(0, s.length, mx.float32) for s in stores]
+    for seed in range(8):
+        q = random_tokens(1, seed=seed, heads=1, repeat=1, k_dim=128).queries[:, :, 0][:, :, None]
+        sides = [cache._best(q, *both, scale=128**-0.5) for both in (bounds, coded)]
+        exact, packed = (set(a.reshape(-1).tolist()) for a in sides)
+        shared.append(len(exact & packed) / len(exact))
+    assert np.mean(shared) > 0.8
 
 
 def test_with_all_channels_and_pages_of_one_row_the_best_rows_are_read() -> None:

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from veloxquant.cache.layouts.latent import GROUPS, mean_held, shares_of
 from veloxquant.cache.table import TABLE, held
-from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.common_fields import READERS
+from veloxquant.config.kv_cache import EVICTION_STORAGE, KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.planning.fit import Sizer, best_start, fit_row, fit_table
 from veloxquant.planning.model_shape import ModelShape, NativeLayer
@@ -143,6 +144,17 @@ def test_settings_count_and_bad_ones_are_a_reason() -> None:
     assert row(bit_width_inlier=8).kv_bytes > row(bit_width_inlier=2).kv_bytes
     assert "one of 32, 64, 128" in row(kivi_group_size=3).why
     assert "no setting 'snap_budget'" in row(snap_budget=8).why
+
+
+@pytest.mark.parametrize("method", sorted(READERS["eviction_storage"]))
+def test_the_form_of_kept_rows_counts(method: str) -> None:
+    rows = [
+        fit_row(model(), TABLE[method], 8192, 1, 12 * GIB, options={"eviction_storage": form})
+        for form in EVICTION_STORAGE
+    ]
+    kv = {form: row.kv_bytes or 0 for form, row in zip(EVICTION_STORAGE, rows, strict=True)}
+    assert kv["exact"] > kv["affine8"] > kv["affine4"] > kv["turboquant4"]
+    assert kv["turboquant4"] > kv["turboquant3"] > kv["turboquant2"] > 0
 
 
 def test_planned_methods_have_no_size(monkeypatch: pytest.MonkeyPatch) -> None:

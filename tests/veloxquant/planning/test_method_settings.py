@@ -35,6 +35,7 @@ def test_every_field_of_a_method_has_a_type(method: str) -> None:
         ("svdq", "svdq_bit_schedule", "8,4,2", [8, 4, 2]),
         ("cam", "cam_merge_gate", "off", False),
         ("cam", "cam_merge", "none", "none"),
+        ("rocketkv", "eviction_storage", "affine4", "affine4"),
         ("qfilters", "qfilters_on_low_retention", "raise", "raise"),
     ],
 )
@@ -58,6 +59,8 @@ def test_text_becomes_a_typed_value(method: str, name: str, text: str, value: An
         ("fp16", "seed", "3", "it has: none"),
         ("kivi", "method", "h2o", "no setting 'method'"),
         ("kivi", "store", "x", "no setting 'store'"),
+        ("h2o", "eviction_storage", "zip", "one of exact, affine8, affine4"),
+        ("kivi", "eviction_storage", "exact", "no setting 'eviction_storage'"),
     ],
 )
 def test_what_is_no_value_is_refused_with_what_is(
@@ -71,6 +74,12 @@ def test_config_takes_options_and_common_fields() -> None:
     config = config_of("kivi", {"kivi_group_size": 64, "residual_length": 64}, head_dim=80)
     assert (config.method, config.head_dim) == ("kivi", 80)
     assert (config.kivi_group_size, config.residual_length) == (64, 64)
+
+
+def test_the_form_of_kept_rows_is_a_setting_like_others() -> None:
+    config = config_of("snapkv", {"snap_budget": 64, "eviction_storage": "turboquant3"})
+    assert (config.snap_budget, config.eviction_storage) == (64, "turboquant3")
+    assert "one of exact" in refusal("snapkv", {"eviction_storage": "zip"})
 
 
 def test_a_tuple_that_became_a_list_on_the_wire_is_a_tuple_again() -> None:

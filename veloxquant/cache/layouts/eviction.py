@@ -1,16 +1,14 @@
 """Sizes of the methods that give up tokens."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from veloxquant.cache.layouts.base import SizeOf
-from veloxquant.cache.plans import COMPUTE_ITEMSIZE, PREFILL_CHUNK, exact_workspace, workspace
+from veloxquant.cache.layouts.kept_rows import KeptRows
+from veloxquant.cache.plans import COMPUTE_ITEMSIZE, PREFILL_CHUNK
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.quantizers.sizes import WINDOW_STEP, CodecSpec, Held, LayerShape, round_up
-from veloxquant.quantizers.specs.affine import AffineTokenSpec
-from veloxquant.quantizers.specs.codebook import CodebookSpec
+from veloxquant.quantizers.sizes import WINDOW_STEP, Held, LayerShape
 
-EVICTION_SLACK = WINDOW_STEP
-"""Rows by which an evicting store may exceed its budget: its growth step."""
 NUMBER_BYTES = 4
 SCORED_QUERIES = 256
 """Query rows that a scorer reads at once."""
@@ -20,33 +18,35 @@ SCORED_QUERIES = 256
 class Extra:
     """What a method holds and needs besides its rows.
 
-    `numbers` are 4-byte columns of every row and head (positions apart), `ring` the newest queries
-    kept in decode; `whole_prompt` says that a prompt is held whole while it is read, `tiled` that
-    attention reads rows tile by tile, and `scored` how many blocks of scores live at once where
-    all queries of a prompt are scored.
+    `numbers` are 4-byte columns of every row and head, `positions` says who has a list of places
+    once rows were given up, `ring` are the newest queries kept in decode; `whole_prompt` says that
+    a prompt is held whole while it is read, `tiled` that attention reads exact rows tile by tile,
+    and `scored` how many blocks of scores live at once where all queries of a prompt are scored.
     """
 
     numbers: int = 0
     ring: int = 0
-    positions: bool = True
+    positions: Literal["head", "layer", "nobody"] = "head"
     whole_prompt: bool = True
     tiled: bool = False
     scored: int = 0
 
 
-def kept_held(shape: LayerShape, tokens: int, rows: int, extra: Extra) -> Held:
-    """Size of a store of `rows` exact rows that grew in small steps."""
-    nbytes = shape.full_bytes(round_up(rows, WINDOW_STEP))
-    numbers = extra.numbers + (1 if extra.positions and rows < tokens else 0)
+def kept_held(
+    config: KVCacheConfig, shape: LayerShape, tokens: int, rows: int, extra: Extra
+) -> Held:
+    """Size of a store of `rows` rows, in the form asked for, that grew in small steps."""
+    form = KeptRows.of(config, shape)
+    nbytes = form.nbytes(rows)
+    lists = {"head": shape.n_kv_heads, "layer": 1, "nobody": 0}[extra.positions]
+    numbers = extra.numbers * shape.n_kv_heads + (lists if rows < tokens else 0)
     queries = shape.n_q_heads * shape.k_dim * shape.itemsize
-    nbytes += shape.n_kv_heads * rows * numbers * NUMBER_BYTES + min(extra.ring, tokens) * queries
+    nbytes += rows * numbers * NUMBER_BYTES + min(extra.ring, tokens) * queries
     peak_rows = tokens if extra.whole_prompt else min(tokens, rows + PREFILL_CHUNK)
-    room = exact_workspace(shape, peak_rows, PREFILL_CHUNK)
-    if rows < tokens and extra.tiled:
-        room = max(room, workspace(shape, peak_rows, PREFILL_CHUNK))
+    room = form.work(peak_rows, tiled=extra.tiled and rows < tokens)
     if extra.scored:
         room += _scoring(shape, peak_rows, extra.scored)
-    peak = max(nbytes, shape.full_bytes(peak_rows)) + room
+    peak = max(nbytes, form.at_peak(peak_rows)) + room
     return Held(nbytes, rows, peak, room)
 
 
@@ -59,11 +59,22 @@ def _scoring(shape: LayerShape, tokens: int, scored: int) -> int:
 
 
 def streaming_llm_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
-    """Sinks and a recent window, whatever the length."""
-    rows = min(tokens, config.stream_n_sink + config.stream_window_size)
+    """Exact sinks and a recent window, whatever the length.
+
+    They are apart where the window is packed or has moved; then it holds up to a growth step more.
+    """
+    sinks = min(tokens, config.stream_n_sink)
+    window = min(tokens - sinks, config.stream_window_size)
+    rows = sinks + window
     # Sinks apart from the window are read tile by tile.
-    extra = Extra(positions=False, whole_prompt=False, tiled=True)
-    return kept_held(shape, tokens, rows, extra)
+    extra = Extra(positions="nobody", whole_prompt=False, tiled=True)
+    held = kept_held(config, shape, tokens, rows, extra)
+    form = KeptRows.of(config, shape)
+    if form.is_exact and rows == tokens:
+        return held
+    moving = form.at_peak(WINDOW_STEP) if rows < tokens else 0
+    apart = shape.full_bytes(config.stream_n_sink if sinks else 0)
+    return held._replace(nbytes=apart + form.nbytes(window) + moving, peak=held.peak + apart)
 
 
 def budget_held(field: str, extra: Extra | None = None) -> SizeOf:
@@ -74,7 +85,7 @@ def budget_held(field: str, extra: Extra | None = None) -> SizeOf:
 
     def size(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
         rows = min(tokens, getattr(config, field))
-        return kept_held(shape, tokens, rows, extra or Extra())
+        return kept_held(config, shape, tokens, rows, extra or Extra())
 
     return size
 
@@ -82,54 +93,17 @@ def budget_held(field: str, extra: Extra | None = None) -> SizeOf:
 def morphkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     """The budget and the newest queries."""
     rows = min(tokens, config.morphkv_budget)
-    return kept_held(shape, tokens, rows, Extra(ring=config.morphkv_window))
+    return kept_held(config, shape, tokens, rows, Extra(ring=config.morphkv_window))
 
 
-def storage_specs(config: KVCacheConfig) -> tuple[CodecSpec, CodecSpec] | None:
-    """Forms of kept keys and values, None for rows as they came."""
-    match config.eviction_storage:
-        case "affine8" | "affine4" as form:
-            spec = AffineTokenSpec(int(form.removeprefix("affine")), STORAGE_GROUP)
-            return spec, spec
-        case "turboquant4":
-            return (
-                CodebookSpec(4, config.seed, unbiased=True),
-                CodebookSpec(4, config.seed + 1, unbiased=False),
-            )
-        case _:
-            return None
-
-
-def stored(size: SizeOf) -> SizeOf:
-    """The same method with its rows in the form of `eviction_storage`."""
-
-    def packed(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
-        held = size(config, shape, tokens)
-        if (specs := storage_specs(config)) is None or not held.rows:
-            return held
-        capacity = round_up(held.rows, WINDOW_STEP)
-        exact = shape.full_bytes(capacity)
-        rows = shape.n_kv_heads * sum(
-            spec.nbytes(capacity, dim, shape.itemsize)
-            for spec, dim in zip(specs, (shape.k_dim, shape.v_dim), strict=True)
-        )
-        nbytes = held.nbytes - exact + rows
-        work = max(held.work, workspace(shape, tokens, PREFILL_CHUNK))
-        return Held(nbytes, held.rows, (held.peak - held.work) * rows // exact + work, work)
-
-    return packed
-
-
-STORAGE_GROUP = 32
-"""Channels that share a scale where kept rows are packed."""
 SCORED = Extra(numbers=1, scored=3)
 HELD: dict[str, SizeOf] = {
     "streaming_llm": streaming_llm_held,
-    "snapkv": stored(budget_held("snap_budget")),
-    "h2o": stored(budget_held("h2o_budget", SCORED)),
-    "tova": stored(budget_held("tova_budget", Extra(ring=1))),
-    "keyformer": stored(budget_held("keyformer_budget", Extra(numbers=1, scored=5))),
-    "morphkv": stored(morphkv_held),
+    "snapkv": budget_held("snap_budget"),
+    "h2o": budget_held("h2o_budget", SCORED),
+    "tova": budget_held("tova_budget", Extra(ring=1, positions="layer")),
+    "keyformer": budget_held("keyformer_budget", Extra(numbers=1, scored=5)),
+    "morphkv": morphkv_held,
     "cam": budget_held("cam_budget", SCORED),
-    "knorm": stored(budget_held("knorm_budget", Extra(numbers=1, whole_prompt=False))),
+    "knorm": budget_held("knorm_budget", Extra(numbers=1, whole_prompt=False)),
 }

@@ -2,9 +2,10 @@
 
 from veloxquant.cache.layouts.base import SizeOf
 from veloxquant.cache.layouts.eviction import SCORED, Extra, budget_held, kept_held
+from veloxquant.cache.layouts.kept_rows import KeptRows
 from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.quantizers.sizes import WINDOW_STEP, Held, LayerShape, round_up
+from veloxquant.quantizers.sizes import Held, LayerShape
 from veloxquant.quantizers.specs.pages import PageSplit
 
 FP32 = 4
@@ -18,8 +19,8 @@ def qfilters_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held
     count = config.qfilters_calib_tokens
     rows = tokens if tokens < count else min(tokens, config.qfilters_budget)
     if rows == tokens:
-        return kept_held(shape, tokens, rows, Extra(ring=count, whole_prompt=False))
-    held = kept_held(shape, tokens, rows, Extra(numbers=1, whole_prompt=False))
+        return kept_held(config, shape, tokens, rows, Extra(ring=count, whole_prompt=False))
+    held = kept_held(config, shape, tokens, rows, Extra(numbers=1, whole_prompt=False))
     filters = shape.n_kv_heads * shape.k_dim * FP32
     rated = shape.n_kv_heads * min(tokens, rows + PREFILL_CHUNK) * shape.k_dim * FP32
     peak, work = held.peak + filters + rated, held.work + rated
@@ -30,8 +31,8 @@ def curdkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     """Rows and their leverages, and the directions of keys and values."""
     rows = min(tokens, config.curdkv_budget)
     if rows == tokens:
-        return kept_held(shape, tokens, rows, Extra())
-    held = kept_held(shape, tokens, rows, Extra(numbers=1))
+        return kept_held(config, shape, tokens, rows, Extra())
+    held = kept_held(config, shape, tokens, rows, Extra(numbers=1))
     wide = shape.n_kv_heads * (shape.k_dim + shape.v_dim) * FP32
     bases, rated = wide * config.curdkv_rank_cap, wide * tokens
     return Held(held.nbytes + bases, rows, held.peak + bases + rated, held.work + rated)
@@ -46,17 +47,16 @@ def rocketkv_split(config: KVCacheConfig) -> PageSplit:
 
 
 def rocketkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
-    """Rows that stay of a prompt, and two bounds of every finished page of keys.
+    """Rows that stay of a prompt, and two bounds of every finished page, in the keys' form.
 
     Decoded tokens add their rows and are not counted.
     """
     split = rocketkv_split(config)
     rows = min(tokens, split.rows(tokens))
-    held = kept_held(shape, tokens, rows, Extra())
+    held = kept_held(config, shape, tokens, rows, Extra())
     if rows == tokens:
         return held
-    pages = round_up(rows // split.page, WINDOW_STEP)
-    bounds = 2 * shape.n_kv_heads * pages * shape.k_dim * shape.itemsize
+    bounds = 2 * KeptRows.of(config, shape).keys(rows // split.page)
     return Held(held.nbytes + bounds, rows, held.peak + bounds, held.work)
 
 

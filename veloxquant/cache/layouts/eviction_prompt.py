@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from veloxquant.cache.layouts.base import SizeOf
 from veloxquant.cache.layouts.eviction import NUMBER_BYTES, Extra, kept_held
+from veloxquant.cache.layouts.kept_rows import KeptRows
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import Held, LayerShape
 
@@ -21,7 +22,7 @@ SCORING_COPIES = 5
 def pyramidkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     """The mean over layers; between the least and the largest budget a little too much."""
     rows = config.pyramid_resolved_budget or config.pyramid_budget
-    return kept_held(shape, tokens, min(tokens, rows), Extra())
+    return kept_held(config, shape, tokens, min(tokens, rows), Extra())
 
 
 class ChunkRule(NamedTuple):
@@ -64,15 +65,27 @@ def chunk_rule(config: KVCacheConfig) -> ChunkRule:
 def chunkkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     """Whole chunks within the budget; one list of positions for all heads."""
     rows = chunk_rule(config).kept(tokens, config.chunkkv_budget)
-    held = kept_held(shape, tokens, rows, Extra(positions=False))
-    return held._replace(nbytes=held.nbytes + (NUMBER_BYTES * rows if rows < tokens else 0))
+    return kept_held(config, shape, tokens, rows, Extra(positions="layer"))
+
+
+def heads_compete(config: KVCacheConfig, shape: LayerShape) -> bool:
+    """Whether heads of nestedkv share rows unequally, where attention goes through the hook."""
+    safe = int(config.nestedkv_safeguard_alpha * config.nestedkv_budget)
+    return shape.n_kv_heads > 1 and safe < config.nestedkv_budget
 
 
 def nestedkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
-    """The mean over heads; scoring takes some fp32 copies of all keys."""
-    held = kept_held(shape, tokens, min(tokens, config.nestedkv_budget), Extra())
+    """The mean over heads, their counts; scoring takes some fp32 copies of all keys."""
+    rows = min(tokens, config.nestedkv_budget)
+    held = kept_held(config, shape, tokens, rows, Extra())
+    unequal = rows < tokens and heads_compete(config, shape)
+    counts = NUMBER_BYTES * shape.n_kv_heads if unequal else 0
     scoring = SCORING_COPIES * NUMBER_BYTES * shape.n_kv_heads * tokens * shape.k_dim
-    return held._replace(peak=max(held.peak, shape.full_bytes(tokens) + scoring))
+    form = KeptRows.of(config, shape)
+    resting = form.at_peak(tokens) + form.unpacked(tokens)
+    return held._replace(
+        nbytes=held.nbytes + counts, peak=max(held.peak + counts, resting + scoring)
+    )
 
 
 def squeeze_least(config: KVCacheConfig) -> int:
@@ -85,8 +98,9 @@ def squeeze_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     """The mean over layers; the newest queries until budgets are known."""
     given = config.squeeze_resolved_budget
     waits = given is None and tokens <= squeeze_least(config)
-    extra = Extra(ring=PROMPT_WINDOW if waits else 0, whole_prompt=given is None)
-    return kept_held(shape, tokens, min(tokens, given or config.squeeze_budget), extra)
+    ring = PROMPT_WINDOW if waits else 0
+    extra = Extra(ring=ring, positions="layer", whole_prompt=given is None)
+    return kept_held(config, shape, tokens, min(tokens, given or config.squeeze_budget), extra)
 
 
 HELD: dict[str, SizeOf] = {

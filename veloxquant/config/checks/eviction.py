@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from veloxquant.config.kv_cache import EVICTION_STORAGE, KVCacheConfig
+from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.ranges import (
     flag,
     integer,
@@ -29,21 +29,6 @@ def check_snapkv(config: KVCacheConfig) -> None:
         )
     one_of(config, "snap_dtype", ("auto", "float32", "float16", "bfloat16"))
     one_of(config, "snap_backend", ("auto", "reference", "metal"))
-
-
-STORABLE = frozenset({"snapkv", "h2o", "tova", "keyformer", "morphkv", "knorm"})
-"""Methods whose kept rows may be packed."""
-
-
-def check_storage(config: KVCacheConfig) -> None:
-    """Only methods that leave kept rows as they are can keep them packed."""
-    one_of(config, "eviction_storage", EVICTION_STORAGE)
-    if config.eviction_storage != "exact" and config.method not in STORABLE:
-        raise refuse(
-            "eviction_storage",
-            config.eviction_storage,
-            f"'exact' with method {config.method!r}; {', '.join(sorted(STORABLE))} take others",
-        )
 
 
 def budget_over(config: KVCacheConfig, field: str, least: int, what: str) -> None:
