@@ -289,7 +289,7 @@ class Summing(ExactRows):
         self.returns = "views"
         self.total = mx.zeros(1)
 
-    def observe(self, queries: mx.array, scale: float) -> None:
+    def observe(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         self.total = self.total + queries.sum() * scale
 
     def extra_arrays(self) -> Iterator[mx.array]:

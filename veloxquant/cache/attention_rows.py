@@ -41,7 +41,25 @@ def logit_rows(
 
 def attention_rows(queries: mx.array, keys: mx.array, scale: float, first_row: int) -> mx.array:
     """Attention weights of queries over the rows they may see, as `logit_rows`."""
-    return mx.softmax(logit_rows(queries, keys, scale, first_row), axis=-1, precise=True)
+    return row_weights(logit_rows(queries, keys, scale, first_row))
+
+
+def row_weights(logits: mx.array, sinks: mx.array | None = None) -> mx.array:
+    """Softmax of logits (B, H, G, R, n), with sinks (H·G,) in its denominator, in fp32."""
+    if sinks is None:
+        return softmax_beside(logits, None)
+    heads, group = logits.shape[1:3]
+    return softmax_beside(logits, sinks.reshape(1, heads, group, 1, 1))
+
+
+def softmax_beside(logits: mx.array, edges: mx.array | None) -> mx.array:
+    """Softmax along the last axis, of which `edges`, (..., 1) or None, take their share."""
+    if edges is None:
+        return mx.softmax(logits, axis=-1, precise=True)
+    edges = edges.astype(mx.float32)
+    peak = mx.maximum(logits.max(axis=-1, keepdims=True), edges)
+    weights = mx.exp(logits - peak)
+    return weights / (weights.sum(axis=-1, keepdims=True) + mx.exp(edges - peak))
 
 
 def query_blocks(queries: mx.array) -> Iterator[tuple[int, mx.array]]:

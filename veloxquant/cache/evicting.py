@@ -102,10 +102,10 @@ class EvictingCache(ExactRows):
         elif self._in_prompt:
             self._in_prompt, self._due = False, True
 
-    def observe(self, queries: mx.array, scale: float) -> None:
+    def observe(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         """Show the scorer the queries of the newest rows."""
         if self.policy.trigger == "every_step" or self._in_prompt or self._due:
-            self.scorer.observe(self, queries, scale)
+            self.scorer.observe(self, queries, scale, sinks)
             self._unevaluated.extend(self.extra_arrays())
 
     # ---- tokens out ---------------------------------------------------------------------
@@ -223,5 +223,5 @@ class EvictingCache(ExactRows):
         self.columns = {name: column[...] for name, column in (columns or {}).items()}
         self.scorer.restore(scorer)
         if isinstance(self.scorer, QueryScorer):
-            for queries in self.scorer.ring.arrays():
+            if (queries := self.scorer.ring.queries) is not None:
                 check_queries(queries, self._known_shape(), queries.dtype, self.offset)

@@ -93,7 +93,7 @@ class ExactRows(LayerCache):
             queries, keys, values, scale=scale, mask=mask, sinks=sinks
         )
         if owner:
-            self.observe(queries, scale)
+            self.observe(queries, scale, sinks)
         return self._settled(out)
 
     def drop(self, n: int) -> int:

@@ -74,8 +74,11 @@ class LayerCache(ABC):
     def settle(self) -> None:
         """Evict what the last step made superfluous; called before anything new is written."""
 
-    def observe(self, queries: mx.array, scale: float) -> None:
-        """Look at the true queries (B, Hq, L, D) of the pending tokens; scorers override."""
+    def observe(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
+        """Look at the true queries (B, Hq, L, D) of the pending tokens; scorers override.
+
+        `sinks` (Hq,) are logits that the model adds to the denominator of its softmax.
+        """
 
     def extra_arrays(self) -> Iterator[mx.array]:
         """Arrays held besides the stores, such as scores and positions."""
@@ -159,7 +162,7 @@ class LayerCache(ABC):
             use_kernels=self.use_kernels,
         )  # fmt: skip
         if owner:
-            self.observe(queries, scale)
+            self.observe(queries, scale, sinks)
         return self._settled(out)
 
     def no_rows(self, queries: mx.array) -> mx.array:

@@ -15,14 +15,19 @@ class QueryRing:
         self.size = size
         self.queries: mx.array | None = None
         self.scale = 1.0
+        self.sinks: mx.array | None = None
+        """Logits (Hq,) fp32 that the model adds to the denominators of these queries."""
 
     @property
     def length(self) -> int:
         """Queries held."""
         return 0 if self.queries is None else self.queries.shape[2]
 
-    def push(self, queries: mx.array, scale: float) -> None:
+    def push(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         """Add the queries (B, Hq, L, D) of the newest tokens."""
+        if sinks is not None and self.sinks is None:
+            # Numbers of its own: a ring must not keep the model alive.
+            self.sinks = sinks.reshape(-1).astype(mx.float32) + 0.0
         ring = queries if self.size is None else queries[:, :, -self.size :]
         room = None if self.size is None else self.size - ring.shape[2]
         if self.queries is not None and room != 0:
@@ -42,26 +47,31 @@ class QueryRing:
 
     def forget(self) -> None:
         """Hold nothing."""
-        self.queries = None
+        self.queries = self.sinks = None
 
     def arrays(self) -> Iterator[mx.array]:
         """What is held."""
         if self.queries is not None:
             yield self.queries
+        if self.sinks is not None:
+            yield self.sinks
 
     def saved(self) -> list[Any]:
-        """The queries and their factor."""
-        return [self.queries, self.scale]
+        """The queries, their factor and their sinks."""
+        return [self.queries, self.scale, self.sinks]
 
     def restore(self, saved: list[Any]) -> None:
         """Take back what `saved` gave.
 
         Raises:
-            CacheStateError: when it is not queries of at most `size` tokens.
+            CacheStateError: when it is not queries of at most `size` tokens, or not their sinks.
         """
-        queries, scale = saved
+        queries, scale, sinks = saved
         if queries is not None and (
             queries.ndim != 4 or (self.size is not None and queries.shape[2] > self.size)
         ):
             raise CacheStateError(f"{queries.shape} are not the newest queries of this cache")
-        self.queries, self.scale = queries, float(scale)
+        heads = None if queries is None else queries.shape[1]
+        if sinks is not None and (sinks.ndim != 1 or heads not in (None, sinks.size)):
+            raise CacheStateError(f"{sinks.shape} are not the sinks of {heads} query heads")
+        self.queries, self.scale, self.sinks = queries, float(scale), sinks

@@ -5,7 +5,13 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import mlx.core as mx
 
-from veloxquant.cache.attention_rows import QUERY_BLOCK, logit_rows, query_blocks
+from veloxquant.cache.attention_rows import (
+    QUERY_BLOCK,
+    logit_rows,
+    query_blocks,
+    row_weights,
+    softmax_beside,
+)
 from veloxquant.cache.queries import QueryRing
 from veloxquant.cache.selection import average_pool, max_pool
 
@@ -49,8 +55,13 @@ class Scorer:
     def append(self, rows: Rows, keys: mx.array) -> None:
         """Rows with these keys (B, H, L, D) were added; scorers with columns add their entries."""
 
-    def observe(self, rows: Rows, queries: mx.array, scale: float) -> None:
-        """Look at the queries (B, Hq, L, D) of the newest rows."""
+    def observe(
+        self, rows: Rows, queries: mx.array, scale: float, sinks: mx.array | None = None
+    ) -> None:
+        """Look at the queries (B, Hq, L, D) of the newest rows.
+
+        `sinks` (Hq,) are the layer's logits that join the softmax's denominator only.
+        """
 
     @property
     def ready(self) -> bool:
@@ -138,10 +149,12 @@ class QueryScorer(Scorer):
         """Whether any query was seen."""
         return self.ring.queries is not None
 
-    def observe(self, rows: Rows, queries: mx.array, scale: float) -> None:
+    def observe(
+        self, rows: Rows, queries: mx.array, scale: float, sinks: mx.array | None = None
+    ) -> None:
         """Keep the newest."""
         del rows
-        self.ring.push(queries, scale)
+        self.ring.push(queries, scale, sinks)
 
     def rewind(self, n: int) -> None:
         """Queries of the rows taken back go too."""
@@ -165,6 +178,10 @@ class QueryScorer(Scorer):
         assert queries is not None
         first = rows.rows - queries.shape[2]
         return logit_rows(queries, rows.keys(), self.ring.scale, first, dtype)
+
+    def weigh(self, logits: mx.array, sinks: mx.array | None) -> mx.array:
+        """Weights of masked logits (B, H, G, R, n) beside the sinks (Hq,), where there are any."""
+        return row_weights(logits, sinks)
 
 
 class WindowAttention(QueryScorer):
@@ -202,7 +219,7 @@ class WindowAttention(QueryScorer):
     def score(self, rows: Rows) -> mx.array:
         """Pooled attention mass of rows before the window."""
         logits = self.window_logits(rows, getattr(mx, self.dtype))
-        mass = mx.softmax(logits, axis=-1, precise=True).sum(axis=-2)
+        mass = self.weigh(logits, self.ring.sinks).sum(axis=-2)
         before = rows.rows - self.ring.length
         out = self.pool(reduce(mass, 2, self.group)[..., :before], self.kernel)
         return mx.pad(out, [(0, 0), (0, 0), (0, self.ring.length)])
@@ -225,7 +242,7 @@ class LastQuery(QueryScorer):
 
     def score(self, rows: Rows) -> mx.array:
         """(B, 1, n)."""
-        weights = mx.softmax(self.window_logits(rows), axis=-1, precise=True)
+        weights = self.weigh(self.window_logits(rows), self.ring.sinks)
         return weights.mean(axis=(1, 2, 3))[:, None]
 
     def proxy(self, rows: Rows) -> mx.array:
@@ -266,9 +283,11 @@ class CumulativeAttention(QueryScorer):
         new, old = mx.zeros(keys.shape[:3]), rows.columns.get("mass")
         rows.columns["mass"] = new if old is None else mx.concatenate([old, new], axis=-1)
 
-    def observe(self, rows: Rows, queries: mx.array, scale: float) -> None:
+    def observe(
+        self, rows: Rows, queries: mx.array, scale: float, sinks: mx.array | None = None
+    ) -> None:
         """Score whole blocks, and everything once a single token comes."""
-        super().observe(rows, queries, scale)
+        super().observe(rows, queries, scale, sinks)
         self._settle(rows, everything=queries.shape[2] == 1)
 
     def _settle(self, rows: Rows, *, everything: bool) -> None:
@@ -288,7 +307,7 @@ class CumulativeAttention(QueryScorer):
         stop = first + count
         # Only the rows these queries see: the sums must not depend on what came with them.
         logits = logit_rows(queries, rows.keys(stop), self.ring.scale, first)
-        weights = reduce(self.weigh(logits), 2, self.group)
+        weights = reduce(self.weigh(logits, self.ring.sinks), 2, self.group)
         mass = rows.columns["mass"]
         if self.kind == "max":
             got = mx.maximum(mass[..., :stop], weights.max(axis=-2))
@@ -301,10 +320,6 @@ class CumulativeAttention(QueryScorer):
         rows.columns["mass"] = mx.concatenate([got, later], axis=-1) if later.size else got
         self.queries_seen += count
 
-    def weigh(self, logits: mx.array) -> mx.array:
-        """Weights of masked logits (B, H, G, R, n)."""
-        return mx.softmax(logits, axis=-1, precise=True)
-
     def score(self, rows: Rows) -> mx.array:
         """The column, with every query seen so far."""
         self._settle(rows, everything=True)
@@ -316,8 +331,8 @@ class CumulativeAttention(QueryScorer):
 
     def restore(self, saved: list[Any]) -> None:
         """Take back what `saved` gave."""
-        super().restore(saved[:2])
-        self.queries_seen = int(saved[2])
+        super().restore(saved[:3])
+        self.queries_seen = int(saved[3])
 
 
 class WindowLogits(QueryScorer):
@@ -338,7 +353,10 @@ class WindowLogits(QueryScorer):
         """Sum over the window of each query's share; 0 for rows that are no candidates."""
         logits = self.window_logits(rows).sum(axis=2)
         candidates = logits[..., self.n_sink : rows.rows - self.n_recent]
-        shares = mx.softmax(candidates, axis=-1, precise=True).sum(axis=-2)
+        sinks = self.ring.sinks
+        edges = None if sinks is None else sinks.reshape(1, logits.shape[1], -1, 1).sum(axis=2)
+        shares = softmax_beside(candidates, None if edges is None else edges[..., None])
+        shares = shares.sum(axis=-2)
         return mx.pad(shares, [(0, 0), (0, 0), (self.n_sink, self.n_recent)])
 
 

@@ -48,9 +48,9 @@ class AMCKVCache(PairedCache):
             saliency = (1 - self.alpha) * _share(saliency) + self.alpha * _share(near)
         return body.classed.classes(saliency)
 
-    def observe(self, queries: mx.array, scale: float) -> None:
+    def observe(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         """Keep the newest queries while they take part in the ranking."""
-        del scale
+        del scale, sinks
         if self.alpha == 0:
             return
         if self.recent is not None:

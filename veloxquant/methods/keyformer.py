@@ -53,17 +53,20 @@ class GumbelAttention(CumulativeAttention):
             return self.tau
         return temperature(self.steps, *self.tau_range, self.anneal_steps)
 
-    def observe(self, rows: Rows, queries: mx.array, scale: float) -> None:
+    def observe(
+        self, rows: Rows, queries: mx.array, scale: float, sinks: mx.array | None = None
+    ) -> None:
         """As the base; a single token is a step."""
-        super().observe(rows, queries, scale)
+        super().observe(rows, queries, scale, sinks)
         self.steps += queries.shape[2] == 1
 
-    def weigh(self, logits: mx.array) -> mx.array:
+    def weigh(self, logits: mx.array, sinks: mx.array | None) -> mx.array:
         """Softmax of the noisy logits; what a query may not see gets exactly nothing."""
         if self.noise:
             key = mx.random.key((self.stream + self.queries_seen) % (1 << 63))
             logits = logits + gumbel((1, *logits.shape[1:]), key)
-        return super().weigh(logits / self.temperature())
+        tau = self.temperature()
+        return super().weigh(logits / tau, None if sinks is None else sinks / tau)
 
     def rewind(self, n: int) -> None:
         """Steps taken back count no more."""
@@ -76,8 +79,8 @@ class GumbelAttention(CumulativeAttention):
 
     def restore(self, saved: list[Any]) -> None:
         """Take back what `saved` gave."""
-        super().restore(saved[:3])
-        self.steps, self.stream = int(saved[3]), int(saved[4])
+        super().restore(saved[:4])
+        self.steps, self.stream = int(saved[4]), int(saved[5])
 
 
 class KeyformerKVCache(EvictingCache):

@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant.cache.attention_rows import logit_rows, query_blocks
+from veloxquant.cache.attention_rows import logit_rows, query_blocks, row_weights
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import EvictingCache, Policy
 from veloxquant.cache.repetition import compress
@@ -41,9 +41,9 @@ class StrongestAttention(CumulativeAttention):
         self.ring.forget()
         self.queries_seen = 1
 
-    def weigh(self, logits: mx.array) -> mx.array:
+    def weigh(self, logits: mx.array, sinks: mx.array | None) -> mx.array:
         """Softmax, without what a query gives itself and its neighbour."""
-        weights = super().weigh(logits)
+        weights = super().weigh(logits, sinks)
         count, n = logits.shape[-2:]
         own = mx.arange(n - count, n)[:, None]
         return mx.where(mx.arange(n)[None] <= own - KVZIP_NEIGHBOURS, weights, 0.0)
@@ -124,26 +124,26 @@ class KVzipKVCache(EvictingCache):
             return
         self.scorer.append(self, keys)
 
-    def observe(self, queries: mx.array, scale: float) -> None:
+    def observe(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         """Show the scorer the queries, or score the rows that the probe repeats."""
         if self._probed is None:
-            super().observe(queries, scale)
+            super().observe(queries, scale, sinks)
             return
         start, stop, held = self._probed
-        sinks = min(self.policy.n_sink, start)
+        kept = min(self.policy.n_sink, start)
         keys = self.keys()
         count = queries.shape[2]
         own = self.rows - count
         # Sinks, the piece that is repeated, and the probe: no other piece enters the softmax.
         seen = mx.concatenate(
-            [keys[:, :, :sinks], keys[:, :, start:stop], keys[:, :, held:]], axis=2
+            [keys[:, :, :kept], keys[:, :, start:stop], keys[:, :, held:]], axis=2
         )
-        before = sinks + stop - start
+        before = kept + stop - start
         best = self.columns["mass"][..., start:stop]
         for first, block in query_blocks(queries):
             last = before + own - held + first + block.shape[2]
             logits = logit_rows(block, seen[:, :, :last], scale, last - block.shape[2])
-            weights = mx.softmax(logits, axis=-1, precise=True)[..., sinks:before]
+            weights = row_weights(logits, sinks)[..., kept:before]
             best = mx.maximum(best, weights.max(axis=(2, 3)))
         mass = self.columns["mass"]
         self.columns["mass"] = mx.concatenate([mass[..., :start], best, mass[..., stop:]], axis=-1)

@@ -70,9 +70,11 @@ class QueryDirection(Scorer):
         if (old := rows.columns.get("score")) is not None:
             rows.columns["score"] = mx.concatenate([old, self.rate(keys)], axis=-1)
 
-    def observe(self, rows: Rows, queries: mx.array, scale: float) -> None:
+    def observe(
+        self, rows: Rows, queries: mx.array, scale: float, sinks: mx.array | None = None
+    ) -> None:
         """Keep the first queries until there is a filter."""
-        del rows
+        del rows, sinks
         room = self.count - self.first.length
         if self.filters is None and room > 0:
             self.first.push(queries[:, :, :room], scale)
@@ -117,7 +119,7 @@ class QueryDirection(Scorer):
 
     def saved(self) -> list[Any]:
         """Queries, the filter, where it came from, and tokens seen."""
-        return [*self.first.saved(), self.filters, self.source, self.tokens]
+        return [self.first.queries, self.first.scale, self.filters, self.source, self.tokens]
 
     def restore(self, saved: list[Any]) -> None:
         """Take back what `saved` gave.
@@ -128,7 +130,7 @@ class QueryDirection(Scorer):
         queries, scale, filters, source, tokens = saved
         if (filters is None) != (not source) or (filters is not None and filters.ndim != 3):
             raise CacheStateError("the saved scorer of Q-Filters holds no filters")
-        self.first.restore([queries, scale])
+        self.first.restore([queries, scale, None])
         self.filters, self.source, self.tokens = filters, source, int(tokens)
 
 
@@ -169,12 +171,12 @@ class QFiltersKVCache(EvictingCache):
             keys = self.as_held(keys, 0).decode(0, count, self._dtype)
         super()._arrived(keys, count)
 
-    def observe(self, queries: mx.array, scale: float) -> None:
+    def observe(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         """Show the scorer the queries; the guard looks at those before the first eviction."""
         over = self.rows > self.policy.budget and self.filter_scorer.can_decide
         if self.watches and over and not self.evicted:
             self.newest.push(queries, scale)
-        super().observe(queries, scale)
+        super().observe(queries, scale, sinks)
 
     def _shrink(self, budget: int) -> None:
         """Wait until a filter can be had."""

@@ -21,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from veloxquant.cache.attend import Fresh, Mask, Run, attend
+from veloxquant.cache.attention_rows import softmax_beside
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import EvictingCache, Policy
 from veloxquant.cache.layouts.eviction_pages import rocketkv_split
@@ -135,7 +136,7 @@ class RocketKVKVCache(EvictingCache):
         if not fresh or queries.shape[2] != 1 or isinstance(mask, mx.array) or not self._sparse():
             return super().attend(queries, view, scale, mask, sinks, owner=owner)
         batch, heads, dim, v_dim = self._known_shape()
-        index = self._picked(queries.reshape(batch, heads, -1, dim), scale)
+        index = self._picked(queries.reshape(batch, heads, -1, dim), scale, sinks)
         if self.writes_through:
             sides = (self._exact(store, index) for store in (self.key_rows, self.value_rows))
             out = mx.fast.scaled_dot_product_attention(
@@ -148,7 +149,7 @@ class RocketKVKVCache(EvictingCache):
                 use_kernels=self.use_kernels,
             )  # fmt: skip
         if owner:
-            self.observe(queries, scale)
+            self.observe(queries, scale, sinks)
         return self._settled(out)
 
     def _exact(self, store: Store, index: mx.array) -> mx.array:
@@ -168,20 +169,27 @@ class RocketKVKVCache(EvictingCache):
             runs.append(Fresh(self.pending[side]))
         return runs
 
-    def _picked(self, queries: mx.array, scale: float) -> mx.array:
+    def _picked(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Ascending rows (B, H, n) of finished pages that queries (B, H, G, D) read."""
         pages = self.page_max.length
         bounds = (store.decode(0, pages, self._dtype) for store in (self.page_max, self.page_min))
-        return self._best(queries, *bounds, scale=scale)
+        return self._best(queries, *bounds, scale=scale, sinks=sinks)
 
     def _best(
-        self, queries: mx.array, page_max: mx.array, page_min: mx.array, *, scale: float
+        self,
+        queries: mx.array,
+        page_max: mx.array,
+        page_min: mx.array,
+        *,
+        scale: float,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         q = queries.astype(mx.float32)
         products, share = page_estimates(q, page_max, page_min, self.head_topk1)
         # Fewer channels make smaller products: the softmax is sharpened back (SparQ's rule).
         logits = products * scale * mx.rsqrt(mx.maximum(share, 1e-12))
-        mass = mx.softmax(logits, axis=-1, precise=True).sum(axis=-2)
+        edges = None if sinks is None else sinks.reshape(1, logits.shape[1], -1, 1)
+        mass = softmax_beside(logits, edges).sum(axis=-2)
         return page_numbers(select_topk_pages(mass, self.pages_read), self.page_size)
 
     def select_indices(self, query: mx.array, b: int, h: int, keep_recent: int = 0) -> mx.array:

@@ -83,7 +83,7 @@ class Concentration(QueryScorer):
         """Mean over heads, a scalar from 0 (even) to 1 (one token)."""
         if self.ring.queries is None:
             return mean_cosines(rows.keys()).mean()
-        weights = mx.softmax(self.window_logits(rows), axis=-1, precise=True).mean(axis=(2, 3))
+        weights = self.weigh(self.window_logits(rows), self.ring.sinks).mean(axis=(2, 3))
         entropy = -(weights * mx.log(mx.maximum(weights, 1e-30))).sum(axis=-1)
         return (1.0 - entropy / math.log(max(2, rows.rows))).mean()
 
@@ -133,11 +133,11 @@ class SqueezeAttentionCache(LayerBudgetCache):
             if self.returns == "arrays":
                 self._report()
 
-    def observe(self, queries: mx.array, scale: float) -> None:
+    def observe(self, queries: mx.array, scale: float, sinks: mx.array | None = None) -> None:
         """Keep the newest queries until the budget is known, and report after a single token."""
         if self.is_resolved:
             return
-        self.scorer.observe(self, queries, scale)
+        self.scorer.observe(self, queries, scale, sinks)
         self._unevaluated.extend(self.extra_arrays())
         if self._due:
             self._report()

@@ -50,14 +50,14 @@ class SeededAttention(CumulativeAttention):
         self.seeds, self.pos, self.tau = seeds, pos, tau
         self.drawn: mx.array | None = None
 
-    def weigh(self, logits: mx.array) -> mx.array:
+    def weigh(self, logits: mx.array, sinks: mx.array | None) -> mx.array:
         """Softmax of noisy logits (1, N, 1, R, n)."""
         at = self.pos + self.queries_seen
         noise = mx.stack(
             [draw(logits.shape[2:], mx.random.key((seed << 32) + at)) for seed in self.seeds]
         )
         self.drawn = noise[:, 0, -1]
-        return super().weigh((logits + noise[None]) / self.tau)
+        return super().weigh((logits + noise[None]) / self.tau, sinks)
 
 
 def init_keyformer_state(
