@@ -21,14 +21,22 @@ from cache_lab import (
     worst,
 )
 
+from tests.architectures import prompt, tiny
+from veloxquant.cache.builder import KVCacheBuilder
 from veloxquant.cache.layouts.kept_rows import storage_specs
 from veloxquant.cache.persist import load_caches, save_caches
 from veloxquant.cache.store import Store
 from veloxquant.cache.table import MethodRow, held
 from veloxquant.config.common_fields import READERS
 from veloxquant.config.kv_cache import EVICTION_STORAGE, KVCacheConfig
-from veloxquant.config.options import NestedKVOptions, RocketKVOptions, StreamingLLMOptions
+from veloxquant.config.options import (
+    KVzipOptions,
+    NestedKVOptions,
+    RocketKVOptions,
+    StreamingLLMOptions,
+)
 from veloxquant.core.exceptions import CacheStateError
+from veloxquant.methods.kvzip import kvzip_compress
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.sizes import WINDOW_STEP
 
@@ -239,3 +247,31 @@ def test_packed_rows_are_rewound_until_some_are_given_up(row: MethodRow, form: s
     assert not full.is_trimmable()
     assert full.trim(5) == 0
     same_state(full, before)
+
+
+# ---- models ---------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer of single characters."""
+
+    chat_template = None
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [ord(c) % 50 for c in text]
+
+
+@pytest.mark.parametrize("form", CORE)
+def test_a_model_that_repeats_its_prompt_leaves_packed_rows_as_they_were(form: str) -> None:
+    model, ids = tiny("llama"), prompt(90, 1)
+    options = KVzipOptions(kvzip_budget=32, kvzip_probe="reconstruct")
+    config = KVCacheConfig(method="kvzip", options=options).with_fields(eviction_storage=form)
+    caches, full = (KVCacheBuilder.for_model(model, config) for _ in range(2))
+    for one in (caches, full):
+        mx.eval(model(mx.array([ids]), cache=one))
+    kvzip_compress(model, caches, ids, Words())
+    for mine, other in zip(caches, full, strict=True):
+        assert (mine.offset, mine.size(), other.size()) == (90, 32, 90)
+        places = mine.kept_positions()[..., None]
+        for got, rows in zip(stored_rows(mine), stored_rows(other), strict=True):
+            assert worst(got, mx.take_along_axis(rows, places, axis=2)) < 1e-5

@@ -32,8 +32,12 @@ class Probed(Protocol):
         """Score rows [start, stop) by what comes."""
         ...
 
+    def commit(self) -> None:
+        """Store what waits."""
+        ...
+
     def end_probe(self) -> None:
-        """Take back what came."""
+        """Take back what came, all of it stored."""
         ...
 
     def prune(self) -> None:
@@ -84,6 +88,7 @@ def compress(
             mx.eval(model(mx.array([probe]), cache=list(caches)))
         finally:
             for cache in ours:
+                cache.commit()
                 cache.end_probe()
         for cache in others:
             cache.trim(len(probe))
