@@ -10,6 +10,7 @@ from veloxquant.cache.scorers import Rows, Scorer
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.quantizers.a2ats_rope import PositionCode
 
+Sides = tuple[mx.array, mx.array]
 LEAST_SHARE = 1e-6
 """Directions with less than this share of the largest one's energy are noise."""
 
@@ -61,32 +62,28 @@ class ValueLeverage(Scorer):
             self.bases = None
             rows.columns.pop("leverage", None)
         elif self.bases is not None:
-            self._rate_last(rows)
+            old = rows.columns["leverage"]
+            new = self._rate(self._sides(rows, keys))
+            rows.columns["leverage"] = mx.concatenate([old, new], axis=-1)
 
-    def _rate_last(self, rows: Rows) -> None:
-        old = rows.columns["leverage"]
-        new = self._rate(rows, old.shape[-1])
-        rows.columns["leverage"] = mx.concatenate([old, new], axis=-1)
-
-    def _sides(self, rows: Rows, start: int) -> tuple[mx.array, mx.array]:
-        """Keys without position, and values, of the rows from `start` on."""
-        keys, values = rows.keys()[:, :, start:], rows.values()[:, :, start:]
+    def _sides(self, rows: Rows, keys: mx.array) -> Sides:
+        """Keys without position, and values, of the newest rows, which have these keys."""
+        start = rows.rows - keys.shape[2]
         held = rows.columns.get(POSITIONS)
         at = mx.arange(start, rows.rows) if held is None else held[..., start:]
-        return self.position.turn(keys.astype(mx.float32), -at), values
+        return self.position.turn(keys.astype(mx.float32), -at), rows.values()[:, :, start:]
 
-    def _rate(self, rows: Rows, start: int) -> mx.array:
+    def _rate(self, sides: Sides) -> mx.array:
         assert self.bases is not None
-        found = zip(self._sides(rows, start), self.bases, strict=True)
-        of_keys, of_values = (leverage(x, basis) for x, basis in found)
+        of_keys, of_values = (leverage(x, b) for x, b in zip(sides, self.bases, strict=True))
         return of_keys * of_values
 
     def score(self, rows: Rows) -> mx.array:
         """The column (B, H, n)."""
         if self.bases is None:
-            keys, values = self._sides(rows, 0)
+            keys, values = sides = self._sides(rows, rows.keys())
             self.bases = (leverage_basis(keys, self.rank), leverage_basis(values, self.rank))
-            rows.columns["leverage"] = self._rate(rows, 0)
+            rows.columns["leverage"] = self._rate(sides)
         return rows.columns["leverage"]
 
     def rewind(self, n: int) -> None:
