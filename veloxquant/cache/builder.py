@@ -47,8 +47,8 @@ class KVCacheFactory:
     """Creates the cache of one layer from a configuration."""
 
     @staticmethod
-    def create(config: KVCacheConfig) -> Any:
-        """A cache for one layer with `config.head_dim` channels.
+    def create(config: KVCacheConfig, context: LayerContext | None = None) -> Any:
+        """A cache for one layer with `config.head_dim` channels; `context` is its place in a model.
 
         For the standalone methods it is one head that is fed vector by vector, see
         `cache.standalone`. For others it answers mlx-lm's cache protocol and returns arrays; caches
@@ -74,7 +74,7 @@ class KVCacheFactory:
             row.check(config)
             return row.load().standalone(config)
         shape = LayerShape(1, 1, config.head_dim, config.head_dim, ITEMSIZE)
-        return build_layer(config, shape)
+        return build_layer(config, shape, context)
 
 
 def plan_model(model: Any, config: KVCacheConfig) -> ModelPlan:

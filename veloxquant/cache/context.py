@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from veloxquant.cache.coordinators import LayerGroup
+    from veloxquant.cache.layer_board import Seat
     from veloxquant.cache.residual import ResidualHook
 
 
@@ -20,6 +21,7 @@ class LayerContext(NamedTuple):
     method's `fit` found for this layer in a calibration of this model, None without one, `group`
     the layers of its sequence that it codes tokens with, None for a layer by itself. `residual`
     watches the model's residual stream for methods that ask for it, None where it does not show.
+    `seat` is its place among layers that were made by hand, of which none must be the next one.
     """
 
     layer: int = 0
@@ -31,6 +33,7 @@ class LayerContext(NamedTuple):
     artifacts: Mapping[str, Any] | None = None
     group: "LayerGroup | None" = None
     residual: "ResidualHook | None" = None
+    seat: "Seat | None" = None
 
 
 class LayerSample(NamedTuple):

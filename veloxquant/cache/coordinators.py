@@ -58,13 +58,15 @@ class Member(Protocol):
 class LayerGroup:
     """`size` layers of one sequence; they join in layer order, and the first one owns the codes.
 
+    `number` is that of the group in its model.
     Members are referred to weakly: layers know their group, and memory of a sequence that ended
     must go at once, not when Python next looks for cycles. `epoch` counts changes of any layer:
     copies of single layers that were made within one epoch belong together.
     """
 
-    def __init__(self, size: int = 1) -> None:
+    def __init__(self, size: int = 1, number: int = 0) -> None:
         self.size = size
+        self.number = number
         self._members: list[weakref.ref[Member]] = []
         self._unclaimed: dict[int, Member] = {}
         self.epoch = 0
@@ -81,6 +83,11 @@ class LayerGroup:
     def members(self) -> list[Member]:
         """The layers that are there, in layer order."""
         return [m for ref in self._members if (m := ref()) is not None]
+
+    @property
+    def made(self) -> int:
+        """Layers that joined, those that are gone included."""
+        return len(self._members)
 
     def _place(self, member: Member) -> int:
         return next(i for i, ref in enumerate(self._members) if ref() is member)
@@ -174,13 +181,13 @@ class LayerGroup:
             raise CacheStateError("layers that share codes cannot be parted while they hold tokens")
         members, self._members = self.members, []
         for member in members:
-            member.take_role(LayerGroup(), 0)
+            member.take_role(LayerGroup(number=self.number), 0)
 
     # ---- copies -------------------------------------------------------------------------
 
     def copied(self, memo: dict[int, Any]) -> LayerGroup:
         """A group of copies of all members, noted in `memo`."""
-        twin = LayerGroup(self.size)
+        twin = LayerGroup(self.size, self.number)
         memo[id(self)] = twin
         twin._rewound = dict(self._rewound)
         # The memo keeps the copies alive until whoever asked has them.
@@ -210,14 +217,14 @@ def groups_for(
     Layers of different shapes or position encodings stay alone.
     """
     out: list[LayerGroup | None] = [None] * len(shapes)
-    for layers in split(len(shapes)):
+    for number, layers in enumerate(split(len(shapes))):
         alike = all(
             shapes[i] == shapes[layers[0]] and same_encoding(ropes[i], ropes[layers[0]])
             for i in layers
         )
-        shared = LayerGroup(len(layers)) if alike else None
+        shared = LayerGroup(len(layers), number) if alike else None
         for i in layers:
-            out[i] = shared or LayerGroup()
+            out[i] = shared or LayerGroup(number=number)
     return [group or LayerGroup() for group in out]
 
 

@@ -64,6 +64,11 @@ class GroupedCache(ComposedCache):
     # ---- documented counters ------------------------------------------------------------
 
     @property
+    def group_id(self) -> int:
+        """Number of the group in its model, or under its coordinator."""
+        return self.group.number
+
+    @property
     def role(self) -> str:
         """Which part it plays: "primary" owns what the group shares, a "reader" reads it there."""
         return "reader" if self.index else "primary"

@@ -9,7 +9,7 @@ buffers are free to be written in place, and layers that share keys may attend a
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from veloxquant.cache.attend import Fresh, Mask, Run, attend, decode_range
 from veloxquant.cache.batch import RowBatch
+from veloxquant.cache.by_config import ByConfig
 from veloxquant.cache.fitting import check_state, shape_of_rows
 from veloxquant.cache.store import Store
 from veloxquant.cache.view import CacheView
@@ -27,7 +28,7 @@ STATE_VERSION = 1
 Rows = tuple[mx.array, mx.array]
 
 
-class LayerCache(ABC):
+class LayerCache(metaclass=ByConfig):
     """Keys and values of one layer for B independent sequences of equal length.
 
     Subclasses say which stores hold the tokens (`stores`) and how committed tokens enter them

@@ -6,8 +6,9 @@ with the notes made so far, each for itself.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
+from veloxquant.cache.context import LayerContext
 from veloxquant.cache.coordinators import LayerGroup
 
 
@@ -18,20 +19,33 @@ class Noting(Protocol):
 
 
 class LayerBoard:
-    """Notes of layers by number; `size` layers read it."""
+    """Notes of layers by number; `size` layers read it. `outcome` is what they last agreed on."""
 
     def __init__(self, size: int = 1) -> None:
         self.size = size
         self.notes: dict[int, Any] = {}
+        self.outcome: Any = None
 
 
-def joined_board(group: LayerGroup | None) -> tuple[LayerBoard, int]:
-    """The board of a group that is being built, and the next member's number in it."""
+class Seat(NamedTuple):
+    """A board and a layer's number at it."""
+
+    board: LayerBoard
+    place: int
+
+
+def seat_of(context: LayerContext) -> Seat:
+    """The board of a layer that is being built, and its number there."""
+    return context.seat or joined_board(context.group)
+
+
+def joined_board(group: LayerGroup | None) -> Seat:
+    """The board of a group that is being built, and the next member's number at it."""
     if group is None:
-        return LayerBoard(), 0
+        return Seat(LayerBoard(), 0)
     if not group.members:
-        return LayerBoard(group.size), 0
-    return cast(Noting, group.members[0]).board, len(group.members)
+        return Seat(LayerBoard(group.size), 0)
+    return Seat(cast(Noting, group.members[0]).board, len(group.members))
 
 
 def join(group: LayerGroup | None, cache: Any) -> None:

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from veloxquant.cache.board_coordinators import ChunkKVIndexReuseCoordinator
 from veloxquant.cache.chunks import best_chunks
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import EvictingCache, Policy
-from veloxquant.cache.layer_board import LayerBoard, join, joined_board
+from veloxquant.cache.layer_board import LayerBoard, join, seat_of
 from veloxquant.cache.layouts.eviction_prompt import PROMPT_WINDOW, chunk_rule
 from veloxquant.cache.scorers import Rows, Scorer, WindowAttention, key_difference
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -72,6 +73,23 @@ class ChunkKVCache(EvictingCache):
         self.board = board
         self.place = place
 
+    @classmethod
+    def by_hand(
+        cls,
+        config: KVCacheConfig,
+        layer_id: int | None = None,
+        coordinator: ChunkKVIndexReuseCoordinator | None = None,
+    ) -> tuple[KVCacheConfig, LayerContext]:
+        """Settings and place of a layer made by hand: one by itself without a coordinator.
+
+        Blocks of layers are the coordinator's, not those of `chunkkv_reuse_layers`.
+
+        Raises:
+            ValueError: for a layer that the coordinator does not know.
+        """
+        seat = coordinator.seat(layer_id) if coordinator is not None else None
+        return config, LayerContext(layer_id or 0, seed=config.seed, seat=seat)
+
     def _shrink(self, budget: int) -> None:
         super()._shrink(self.rule.kept(self.rows, budget))
 
@@ -119,7 +137,7 @@ def layer_groups(config: KVCacheConfig, n_layers: int) -> Sequence[Sequence[int]
 
 def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> ChunkKVCache:
     """The cache of one layer, in its group."""
-    board, place = joined_board(context.group)
+    board, place = seat_of(context)
     cache = ChunkKVCache(config, shape, board, place)
     join(context.group, cache)
     return cache

@@ -14,13 +14,16 @@ from typing import Any
 
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.coordinators import LayerGroup
+from veloxquant.cache.group_coordinators import MiniCacheCoordinator, by_role
 from veloxquant.cache.grouped import GroupedCache
 from veloxquant.cache.layouts.latent import minicache_groups, minicache_plan
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.quantizers.merged import EMPTY
 from veloxquant.quantizers.sizes import LayerShape
 
 layer_groups = minicache_groups
+ROLES = ("primary", "merge")
 
 
 def _layout(config: KVCacheConfig, index: int, size: int) -> tuple[Any, tuple[None, None]]:
@@ -35,10 +38,39 @@ class MiniCacheKVCache(GroupedCache):
     ) -> None:
         super().__init__(partial(_layout, config), shape, config.method, group)
 
+    @classmethod
+    def by_hand(
+        cls,
+        config: KVCacheConfig,
+        role: str = "primary",
+        group_id: int = 0,
+        coordinator: MiniCacheCoordinator | None = None,
+        n_readers: int = 1,
+    ) -> tuple[KVCacheConfig, LayerContext]:
+        """Settings and place of a layer made by hand.
+
+        A "primary" says whether a layer reads its directions (`n_readers` 1 or 0), which is made
+        after it with the role "merge". Without a coordinator it is by itself. Tokens beyond the
+        coordinator's `max_ctx` stay exact, as those beyond `minicache_max_ctx`.
+
+        Raises:
+            QuantizerConfigError: for a role that cannot be, a reader without a primary, or more
+                than one reader.
+        """
+        if n_readers not in (0, 1):
+            raise QuantizerConfigError(
+                f"n_readers={n_readers} is not possible; directions are merged in pairs: 1, or 0 "
+                f"for a layer by itself"
+            )
+        if coordinator is not None:
+            most = min(config.minicache_max_ctx, coordinator.max_ctx)
+            config = config.with_fields(minicache_max_ctx=most)
+        return config, by_role(config, ROLES, role, group_id, coordinator, n_readers)
+
     @property
     def role(self) -> str:
         """Which part it plays: "primary" holds directions, "merge" reads them there."""
-        return "merge" if self.index else "primary"
+        return ROLES[bool(self.index)]
 
     @property
     def n_merged(self) -> int:

@@ -17,15 +17,20 @@ cosine as it was.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import mlx.core as mx
 
-from veloxquant.allocators.layer_budgets import class_budgets
+from veloxquant.cache.board_coordinators import (
+    Reported,
+    Resolved,
+    SqueezeCoordinator,
+    agreed,
+)
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import Policy
-from veloxquant.cache.layer_board import LayerBoard, join, joined_board
+from veloxquant.cache.layer_board import LayerBoard, join, seat_of
 from veloxquant.cache.layer_budget import LayerBudgetCache
 from veloxquant.cache.layouts.eviction_prompt import PROMPT_WINDOW, SQUEEZE_ROOM, squeeze_least
 from veloxquant.cache.residual import ResidualHook
@@ -37,25 +42,6 @@ from veloxquant.quantizers.squeeze import mean_cosines
 
 BUDGETS = -1
 """Number of the note with the budgets of all layers."""
-
-
-@dataclass
-class Reported:
-    """What one layer says when the prompt of `offset` tokens is complete: scalars."""
-
-    offset: int
-    concentration: mx.array
-    cosine: mx.array | None = None
-
-
-@dataclass
-class Resolved:
-    """Rows of all layers after `offset` tokens, and what they come from."""
-
-    offset: int
-    budgets: list[int]
-    values: list[float]
-    are_cosines: bool
 
 
 class Concentration(QueryScorer):
@@ -118,6 +104,26 @@ class SqueezeAttentionCache(LayerBudgetCache):
         if self._residual is not None:
             self.fidelity = "exact"
         self._concentration = 0.0
+
+    @classmethod
+    def by_hand(
+        cls,
+        config: KVCacheConfig,
+        layer_id: int | None = None,
+        coordinator: SqueezeCoordinator | None = None,
+    ) -> tuple[KVCacheConfig, LayerContext]:
+        """Settings and place of a layer made by hand: one by itself without a coordinator.
+
+        Mean rows, sinks and strength are the coordinator's.
+
+        Raises:
+            ValueError: for a layer that the coordinator does not know.
+        """
+        context = LayerContext(layer_id or 0, seed=config.seed)
+        if coordinator is None:
+            return config, context
+        config, seat = coordinator.seat(config, layer_id)
+        return config, context._replace(n_layers=coordinator.n_layers, seat=seat)
 
     @property
     def is_resolved(self) -> bool:
@@ -183,7 +189,9 @@ class SqueezeAttentionCache(LayerBudgetCache):
         board = self.board
         made = board.notes.get(BUDGETS)
         if not isinstance(made, Resolved) or made.offset != self.offset:
-            made = board.notes[BUDGETS] = self._agreed()
+            least = self.policy.n_sink + SQUEEZE_ROOM
+            made = agreed(board, self.offset, self.mean, least, self.strength)
+            board.outcome = board.notes[BUDGETS] = made
         budget = self.mean
         self.fidelity = "proxy"
         if made is not None:
@@ -195,21 +203,6 @@ class SqueezeAttentionCache(LayerBudgetCache):
         self.scorer.forget()
         self.cosine.forget()
         self._residual = None
-
-    def _agreed(self) -> Resolved | None:
-        """Budgets from what all layers reported; None if one of them did not, or no number."""
-        notes = [self.board.notes.get(i) for i in range(self.board.size)]
-        told = [n for n in notes if isinstance(n, Reported) and n.offset == self.offset]
-        if len(told) < self.board.size:
-            return None
-        values = _numbers([n.cosine for n in told])
-        are_cosines = values is not None
-        values = values or _numbers([n.concentration for n in told])
-        if values is None:
-            return None
-        least = self.policy.n_sink + SQUEEZE_ROOM
-        budgets = class_budgets(values, self.mean, least, self.strength)
-        return Resolved(self.offset, budgets, values, are_cosines)
 
     def _shrink(self, budget: int) -> None:
         said = self.fidelity
@@ -257,15 +250,6 @@ class SqueezeAttentionCache(LayerBudgetCache):
         return self.kept_bytes
 
 
-def _numbers(scalars: Sequence[mx.array | None]) -> list[float] | None:
-    """Their values; None if one is missing or not finite, as a stream that overflows makes it."""
-    arrays = [a for a in scalars if a is not None]
-    if len(arrays) < len(scalars):
-        return None
-    values: Any = mx.stack(arrays).tolist()
-    return values if all(math.isfinite(v) for v in values) else None
-
-
 def reads_stream(config: KVCacheConfig) -> bool:
     """Whether layers are to be watched: unless the rows are given."""
     return config.squeeze_resolved_budget is None
@@ -279,7 +263,7 @@ def layer_groups(config: KVCacheConfig, n_layers: int) -> Sequence[Sequence[int]
 
 def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> SqueezeAttentionCache:
     """The cache of one layer, among those of its sequence."""
-    board, place = joined_board(context.group)
+    board, place = seat_of(context)
     cache = SqueezeAttentionCache(config, shape, board, place, context.residual)
     join(context.group, cache)
     return cache

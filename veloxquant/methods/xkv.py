@@ -16,12 +16,14 @@ from typing import Any, cast
 
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.coordinators import LayerGroup
+from veloxquant.cache.group_coordinators import XKVCoordinator
 from veloxquant.cache.grouped import GroupedCache
 from veloxquant.cache.layouts.latent import xkv_groups, xkv_plan
 from veloxquant.cache.plans import LayerPlan
 from veloxquant.cache.rope import shiftable
 from veloxquant.cache.turned_energy import TurnedEnergy
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.quantizers.base import Codec
 from veloxquant.quantizers.shared_latents import SharedLatentsCodec
 from veloxquant.quantizers.sizes import LayerShape
@@ -53,6 +55,45 @@ class XKVCache(GroupedCache):
     ) -> None:
         layout = partial(_layout, config, shape.k_dim, rope)
         super().__init__(layout, shape, config.method, group)
+
+    @classmethod
+    def by_hand(
+        cls,
+        config: KVCacheConfig,
+        member_idx: int = 0,
+        group_id: int = 0,
+        n_members: int = 1,
+        coordinator: XKVCoordinator | None = None,
+        *,
+        rope: Any | None = None,
+    ) -> tuple[KVCacheConfig, LayerContext]:
+        """Settings and place of a layer made by hand: number `member_idx` of `n_members`.
+
+        Members are made in order. `rope` is the position encoding of the keys; without it they are
+        coded as they come. Tokens beyond the coordinator's `max_ctx` stay exact, as those beyond
+        `xkv_max_ctx`.
+
+        Raises:
+            QuantizerConfigError: for a place that is not in the group, or one of several members
+                without a coordinator.
+        """
+        context = LayerContext(seed=config.seed, rope=rope)
+        if not 0 <= member_idx < n_members:
+            raise QuantizerConfigError(
+                f"member_idx={member_idx} is not one of n_members={n_members}; members count from 0"
+            )
+        if coordinator is None:
+            if n_members > 1:
+                raise QuantizerConfigError(
+                    f"n_members={n_members} layers share latents; give them the same coordinator"
+                )
+            return config, context
+        config = config.with_fields(xkv_max_ctx=min(config.xkv_max_ctx, coordinator.max_ctx))
+        if member_idx == 0:
+            group = coordinator.begin(config, group_id, n_members)
+        else:
+            group = coordinator.joined(config, group_id, member_idx, n_members)
+        return config, context._replace(group=group)
 
     @property
     def member_idx(self) -> int:

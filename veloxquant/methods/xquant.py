@@ -14,12 +14,14 @@ from typing import Any
 
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.coordinators import LayerGroup
+from veloxquant.cache.group_coordinators import XQuantCoordinator, by_role
 from veloxquant.cache.grouped import GroupedCache
 from veloxquant.cache.layouts.latent import xquant_groups, xquant_plan
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import LayerShape
 
 layer_groups = xquant_groups
+ROLES = ("anchor", "reuse")
 
 
 def _layout(config: KVCacheConfig, index: int, size: int) -> tuple[Any, tuple[None, None]]:
@@ -34,10 +36,29 @@ class XQuantKVCache(GroupedCache):
     ) -> None:
         super().__init__(partial(_layout, config), shape, config.method, group)
 
+    @classmethod
+    def by_hand(
+        cls,
+        config: KVCacheConfig,
+        role: str = "anchor",
+        group_id: int = 0,
+        coordinator: XQuantCoordinator | None = None,
+        n_readers: int = 1,
+    ) -> tuple[KVCacheConfig, LayerContext]:
+        """Settings and place of a layer made by hand.
+
+        An "anchor" says how many layers read its codes, 0 for none; they are made after it with
+        the role "reuse". Without a coordinator it is by itself.
+
+        Raises:
+            QuantizerConfigError: for a role that cannot be, or a reader without an anchor.
+        """
+        return config, by_role(config, ROLES, role, group_id, coordinator, n_readers)
+
     @property
     def role(self) -> str:
         """Which part it plays: "anchor" holds codes, "reuse" reads them there."""
-        return "reuse" if self.index else "anchor"
+        return ROLES[bool(self.index)]
 
     @property
     def reuse_param_bytes(self) -> int:
