@@ -222,6 +222,6 @@ class EvictingCache(ExactRows):
         self._in_prompt, self._due = bool(in_prompt), bool(due)
         self.columns = {name: column[...] for name, column in (columns or {}).items()}
         self.scorer.restore(scorer)
-        if isinstance(self.scorer, QueryScorer):
-            if (queries := self.scorer.ring.queries) is not None:
-                check_queries(queries, self._known_shape(), queries.dtype, self.offset)
+        queries = self.scorer.ring.queries if isinstance(self.scorer, QueryScorer) else None
+        if queries is not None:
+            check_queries(queries, self._known_shape(), queries.dtype, self.offset)

@@ -330,6 +330,7 @@ class KVzipOptions:
     kvzip_budget: int = 512
     kvzip_n_sink: int = 4
     kvzip_probe: str = "context"
+    kvzip_scope: Literal["head", "model"] = "head"
 
 
 @dataclass

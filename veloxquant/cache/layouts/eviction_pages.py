@@ -1,7 +1,7 @@
 """Sizes of the methods that give up tokens by geometry, by repetition, or keep pages of keys."""
 
 from veloxquant.cache.layouts.base import SizeOf
-from veloxquant.cache.layouts.eviction import SCORED, Extra, budget_held, kept_held
+from veloxquant.cache.layouts.eviction import SCORED, Extra, kept_held
 from veloxquant.cache.layouts.kept_rows import KeptRows
 from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -60,7 +60,16 @@ def rocketkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held
     return Held(held.nbytes + bounds, rows, held.peak + bounds, held.work)
 
 
-kvzip_held = budget_held("kvzip_budget", SCORED)
+def kvzip_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+    """The mean over heads; those of unequal rows have counts instead of scores."""
+    rows = min(tokens, config.kvzip_budget)
+    if config.kvzip_scope == "head" or rows == tokens:
+        return kept_held(config, shape, tokens, rows, SCORED)
+    held = kept_held(config, shape, tokens, rows, Extra(scored=SCORED.scored))
+    counts = FP32 * shape.n_kv_heads if shape.n_kv_heads > 1 else 0
+    return held._replace(nbytes=held.nbytes + counts, peak=held.peak + counts)
+
+
 HELD: dict[str, SizeOf] = {
     "qfilters": qfilters_held,
     "curdkv": curdkv_held,

@@ -40,6 +40,7 @@ def check_kvzip(config: KVCacheConfig) -> None:
     least = integer(config, "kvzip_n_sink", 0) + KVZIP_NEIGHBOURS
     budget_over(config, "kvzip_budget", least, f"kvzip_n_sink + {KVZIP_NEIGHBOURS}")
     one_of(config, "kvzip_probe", ("context", "reconstruct"))
+    one_of(config, "kvzip_scope", ("head", "model"))
 
 
 def check_rocketkv(config: KVCacheConfig) -> None:
