@@ -63,6 +63,7 @@ def test_planned_method_is_refused_with_the_ready_ones(monkeypatch):
         {"method": "fp16"},
         {"options": {"kivi_group_size": 64, "residual_length": 128}},
         {"method": "kivi_sink", "options": {"n_sink_tokens": 2}},
+        {"method": "cam", "options": {"eviction_storage": "turboquant3", "cam_budget": 64}},
     ],
 )
 def test_possible_settings_pass(fields):

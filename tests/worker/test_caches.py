@@ -16,6 +16,7 @@ from veloxquant.worker.faults import WorkerFault
         ("kivi", {"bit_width_inlier": 99}, "usage", "bit_width_inlier"),
         ("h2o", {"kivi_bits": 2}, "usage", "kivi_bits"),
         ("fp16", {"method": "kivi"}, "usage", "method"),
+        ("kivi", {"eviction_storage": "affine4"}, "usage", "eviction_storage"),
     ],
 )
 def test_settings_that_cannot_work_are_named(
@@ -30,6 +31,8 @@ def test_settings_that_cannot_work_are_named(
 def test_options_reach_the_configuration() -> None:
     config = config_of(LaunchSpec("m", "a2ats", {"a2ats_window": 64, "seed": 3}))
     assert (config.a2ats_window, config.seed) == (64, 3)
+    config = config_of(LaunchSpec("m", "snapkv", {"eviction_storage": "affine4"}))
+    assert config.eviction_storage == "affine4"
 
 
 def test_the_specification_needs_no_mlx() -> None:
