@@ -27,6 +27,7 @@ from veloxquant.cache.queries import QueryRing
 from veloxquant.cache.scorers import Rows, Scorer
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import CacheStateError, QuantizerConfigError
+from veloxquant.methods.functional.qfilters_state import QFiltersState
 from veloxquant.quantizers.sizes import LayerShape
 
 _log = logging.getLogger(__name__)
@@ -160,10 +161,41 @@ class QFiltersKVCache(EvictingCache):
         self.watches = self.min_retention is not None and self.on_low_retention != "ignore"
         self.newest = QueryRing(min(config.qfilters_calib_tokens, WATCHED))
 
+    # ---- counters of the documents ------------------------------------------------------
+
     @property
     def qfilters_kept_bytes(self) -> int:
         """Bytes of the rows held."""
         return self.kept_bytes
+
+    @property
+    def states(self) -> list[QFiltersState]:
+        """What every head of every sequence holds, made when asked for; none while empty."""
+        if not self.rows:
+            return []
+        keys, values = self.keys(), self.values()
+        batch, heads, _, dim = keys.shape
+        scores, filters = self.columns.get("score"), self.filter_scorer.filters
+        if filters is not None:
+            filters = mx.broadcast_to(filters, (batch, *filters.shape[1:]))
+        return [
+            QFiltersState(
+                keys=keys[b, h],
+                values=values[b, h],
+                n_sink=self.policy.n_sink,
+                budget=self.policy.budget,
+                head_dim=dim,
+                scores=None if scores is None else scores[b, h],
+                filter_dir=None if filters is None else filters[b, h],
+                recent=self.policy.n_recent,
+                calib_tokens=self.filter_scorer.count,
+                sign=self.filter_scorer.sign,
+            )
+            for b in range(batch)
+            for h in range(heads)
+        ]
+
+    # ---- rows ---------------------------------------------------------------------------
 
     def _arrived(self, keys: mx.array, count: int) -> None:
         """Rate keys as they will be held, as those before the first eviction were."""

@@ -1,6 +1,5 @@
 """qfilters on rows of single heads: a given filter, or one against the first keys."""
 
-from dataclasses import dataclass
 from typing import Literal, overload
 
 import mlx.core as mx
@@ -9,26 +8,15 @@ from veloxquant.cache.evicting import Policy
 from veloxquant.cache.qfilters_calibration import compute_qfilters
 from veloxquant.cache.selection import select_rows
 from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.methods.functional.qfilters_state import QFiltersState
 from veloxquant.methods.functional.rows import (
     HeadRows,
-    HeadState,
     check_budget,
     full_bytes,
     get_kv,
     held_bytes,
 )
 from veloxquant.methods.qfilters import QueryDirection
-
-
-@dataclass
-class QFiltersState(HeadState):
-    """Rows of one head with their projections on `filter_dir`, None until it is known."""
-
-    scores: mx.array | None = None
-    filter_dir: mx.array | None = None
-    recent: int = 0
-    calib_tokens: int = 128
-    sign: int = 1
 
 
 def init_qfilters_state(
