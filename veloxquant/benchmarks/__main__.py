@@ -30,6 +30,12 @@ def _quality(wanted: Wanted) -> Any:
     return quality.run(quick=wanted.quick, methods=wanted.methods, report=_say)
 
 
+def _retrieval(wanted: Wanted) -> Any:
+    from veloxquant.benchmarks import retrieval
+
+    return retrieval.run(quick=wanted.quick, report=_say)
+
+
 def _methods(wanted: Wanted) -> Any:
     from veloxquant.benchmarks import methods
 
@@ -70,6 +76,7 @@ PARTS: dict[str, Callable[[Wanted], Any]] = {
     "prefill": _prefill,
     "worker": _worker,
     "quality": _quality,
+    "retrieval": _retrieval,
 }
 
 

@@ -48,9 +48,22 @@ class Sheet:
         self.surprise: list[float] = []
 
 
-def _log_probs(logits: mx.array) -> mx.array:
+def log_probs(logits: mx.array) -> mx.array:
+    """Log-probabilities of logits (..., V), fp32."""
     logits = logits.astype(mx.float32)
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def note(sheets: Sequence[Sheet], log_q: mx.array, then: int) -> None:
+    """Note one step: log-probabilities (sheets, V), the exact ones first, and what followed."""
+    log_p = log_q[:1]
+    kl = np.array((mx.exp(log_p) * (log_p - log_q)).sum(axis=-1))
+    top = np.array(log_q.argmax(axis=-1))
+    surprise = np.array(-log_q[:, then])
+    for i, sheet in enumerate(sheets):
+        sheet.kl.append(float(kl[i]))
+        sheet.same.append(bool(top[i] == top[0]))
+        sheet.surprise.append(float(surprise[i]))
 
 
 def read(
@@ -73,7 +86,7 @@ def read(
             # As mlx-lm's generators do: the head of a prompt is never computed.
             mx.eval([layer.states() for layer in layers])
         else:
-            out = _log_probs(out[:, -1])
+            out = log_probs(out[:, -1])
             mx.eval(out)
         for _, after_step in entrants:
             after_step()
@@ -84,15 +97,7 @@ def read(
     for start in range(0, size.prompt, CHUNK):
         feed(start, min(start + CHUNK, size.prompt))
     for place in range(size.prompt, size.tokens):
-        log_q = feed(place, place + 1)
-        log_p = log_q[:1]
-        kl = np.array((mx.exp(log_p) * (log_p - log_q)).sum(axis=-1))
-        top = np.array(log_q.argmax(axis=-1))
-        surprise = np.array(-log_q[:, tokens[place + 1]])
-        for i, sheet in enumerate(sheets):
-            sheet.kl.append(float(kl[i]))
-            sheet.same.append(bool(top[i] == top[0]))
-            sheet.surprise.append(float(surprise[i]))
+        note(sheets, feed(place, place + 1), tokens[place + 1])
     return sheets
 
 

@@ -71,6 +71,56 @@ def quality(result: dict[str, Any]) -> str:
     )
 
 
+def retrieval(result: dict[str, Any]) -> str:
+    """What methods that give up tokens still find, a table a length."""
+    filters = (
+        "Filters of qfilters are measured on another part of the text"
+        if result["calibrated"]
+        else "qfilters takes its filters from the prompt, without a calibration"
+    )
+    text = (
+        f"Facts in prose, one sentence each, at depths from 5 to 95 %; each is asked for by its "
+        f"beginning. In the window: the question ends the prompt, and is seen when rows go. "
+        f"Unknown: the prompt is compressed, then the question comes. Found: every digit is the "
+        f"likeliest token; log-probability: mean over the digits. KL: prose that goes on after the "
+        f"compressed prompt, token by token. Methods are at their defaults but for the budget, a "
+        f"share of the prompt's tokens in rows a KV head (the mean over layers). {filters}. Bytes "
+        f"are those held after the prompt, growth steps included, floats counted as 16 bits. "
+        f"`random` evicts by lot at the prompt's end, `random, always` after each of its chunks "
+        f"as methods with a fixed score do; both keep the first tokens and the newest."
+    )
+    for size in result["sizes"]:
+        rows = [f for f in result["finds"] if f["prompt"] == size["prompt"]]
+        text += (
+            f"\n\nPrompt of {size['prompt']} tokens, {size['haystacks']} x {size['needles']} "
+            f"questions, KL of {size['steps']} tokens:\n\n{_finds(rows)}"
+        )
+    return f"{text}\n\nTargets:\n\n{_asked(result['targets'])}"
+
+
+def _finds(finds: Sequence[dict[str, Any]]) -> str:
+    """One length."""
+
+    def mean(values: Sequence[float], form: str) -> str:
+        return format(sum(values) / len(values), form) if values else "–"
+
+    return _table(
+        (
+            "method", "of the tokens", "MiB", "found, in the window", "found, unknown",
+            "log-probability, in the window", "log-probability, unknown", "KL to fp16", "±",
+        ),
+        [
+            (
+                f["name"], f"{f['share']:.0%}", f"{f['nbytes'] / 2**20:.2f}",
+                *(mean(f[side]["found"], ".0%") for side in ("window", "unknown")),
+                *(mean(f[side]["logp"], ".2f") for side in ("window", "unknown")),
+                f"{f['kl']:.4f}", f"{f['kl_error']:.4f}",
+            )
+            for f in finds
+        ],
+    )  # fmt: skip
+
+
 def speed(result: dict[str, Any]) -> str:
     """Decode attention of one layer."""
     rows = _table(
@@ -214,6 +264,7 @@ def pool(result: list[dict[str, Any]]) -> str:
 
 TITLES = {
     "quality": ("Quality", quality),
+    "retrieval": ("Retrieval", retrieval),
     "speed": ("Decode attention of one layer", speed),
     "methods": ("Quantising methods", methods),
     "prefill": ("Prompt attention and encoders", prefill),
