@@ -25,7 +25,9 @@ from veloxquant.core.abstractions import ArtifactStore
 from veloxquant.core.exceptions import ArtifactNotFoundError, CodebookDimensionMismatch
 from veloxquant.math.rotation import make_jl_matrix, make_rotation_matrix
 
-__path__: list[str] = []  # the documented submodules are names of this one
+__path__ = []  # the documents have a package here: see veloxquant.documented
+
+__path__ = []  # the documented submodules are names of this one
 __all__ = [
     "ArtifactStore",
     "Calibration",

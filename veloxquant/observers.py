@@ -16,7 +16,9 @@ import numpy as np
 from veloxquant.core.abstractions import QuantizationObserver
 from veloxquant.core.constants import LOWER_MSE_FACTOR
 
-__path__: list[str] = []  # the documented submodules are names of this one
+__path__ = []  # the documents have a package here: see veloxquant.documented
+
+__path__ = []  # the documented submodules are names of this one
 __all__ = [
     "DistortionObserver",
     "DistortionReport",

@@ -14,7 +14,9 @@ from veloxquant.core.context import TransformResult
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.preconditioners import as_fp32
 
-__path__: list[str] = []  # the documented submodules are names of this one
+__path__ = []  # the documents have a package here: see veloxquant.documented
+
+__path__ = []  # the documented submodules are names of this one
 __all__ = ["RecursivePolarTransform", "Transform"]
 
 

@@ -89,12 +89,17 @@ class ModelPlan:
 def native_caches(model: Any) -> list[Any]:
     """The caches that the model itself would use, newly made.
 
+    A `make_cache` that was set on the model afterwards, by us or others, is passed over.
+
     Raises:
         QuantizerConfigError: when the model's own `make_cache` fails.
     """
-    from mlx_lm.models.cache import make_prompt_cache  # loads transformers: only when used
+    from mlx_lm.models.cache import KVCache, make_prompt_cache  # loads transformers: only when used
 
     try:
+        if "make_cache" in getattr(model, "__dict__", ()):
+            own = getattr(type(model), "make_cache", None)
+            return own(model) if own else [KVCache() for _ in model.layers]
         return make_prompt_cache(model)
     except _FOREIGN as error:
         raise QuantizerConfigError(

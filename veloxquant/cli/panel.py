@@ -5,7 +5,7 @@ import os
 import sys
 
 from veloxquant.cli import exit_codes
-from veloxquant.cli.output import CliError
+from veloxquant.cli.output import CliError, complain
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,3 +21,18 @@ def run(args: argparse.Namespace) -> int:
     if why := refusal(os.environ, tty):
         raise CliError(f"{why}.", "", exit_codes.USAGE, "usage")
     return main() or exit_codes.OK
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of this command alone."""
+    parser = argparse.ArgumentParser(prog="veloxquant panel")
+    parser.add_argument("--json", action="store_true", help="refused: the panel draws")
+    return parser
+
+
+def main() -> int:
+    """Open the panel; the documented entry point."""
+    try:
+        return run(build_parser().parse_args())
+    except CliError as error:
+        return complain(error, as_json=False)

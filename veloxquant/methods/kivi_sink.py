@@ -14,7 +14,7 @@ from veloxquant.methods.kivi import KIVIKVCache
 from veloxquant.quantizers.sizes import LayerShape
 
 
-class KIVISinkKVCache(KIVIKVCache):
+class SinkProtectedKVCache(KIVIKVCache):
     """kivi with exact sinks."""
 
     @property
@@ -22,7 +22,28 @@ class KIVISinkKVCache(KIVIKVCache):
         """Tokens kept exact at the start."""
         return self.plan.keys.n_sink
 
+    @property
+    def sink_positions(self) -> list[int]:
+        """Positions of the tokens that are exact sinks; the same in every sequence of a batch."""
+        return list(range(min(self.offset, self.n_sink_tokens)))
 
-def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> KIVISinkKVCache:
+    def sink_positions_for(self, b: int) -> list[int]:
+        """Sinks of sequence `b`.
+
+        Raises:
+            IndexError: when there is no such sequence.
+        """
+        batch = self._shape[0] if self._shape is not None else 0
+        if not 0 <= b < batch:
+            raise IndexError(f"sequence {b} of a cache with {batch}")
+        return self.sink_positions
+
+    @property
+    def sink_fp16_bytes(self) -> int:
+        """Bytes of the exact sinks of keys and values."""
+        return self.keys_stream.sinks.nbytes + self.values_stream.sinks.nbytes
+
+
+def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> SinkProtectedKVCache:
     """The cache of one layer."""
-    return KIVISinkKVCache(kivi_sink_plan(config), shape, config.method)
+    return SinkProtectedKVCache(kivi_sink_plan(config), shape, config.method)

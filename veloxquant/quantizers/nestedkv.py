@@ -6,9 +6,12 @@ as the paper's text says (its figure says z-scores).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+
+from veloxquant.documented import name_at_home
 
 PRIOR = (0.4, 0.4, 0.2)
 """Weights of stable, episodic and current anomaly before heads adapt them."""
@@ -159,3 +162,8 @@ def nestedkv_allocate_head_budgets(
     for head in heads[order[: max(0, total_budget - sum(out))]]:
         out[head] += 1
     return out
+
+
+def __getattr__(name: str) -> Any:
+    """Documented names of this module that live elsewhere: functions on rows of single heads."""
+    return name_at_home(__name__, name)

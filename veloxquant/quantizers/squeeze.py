@@ -1,10 +1,12 @@
 """Concentration of a layer's keys, and budgets weighted by it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from veloxquant.allocators.layer_budgets import raised, rounded
+from veloxquant.documented import name_at_home
 
 
 def mean_cosines(keys: mx.array) -> mx.array:
@@ -50,3 +52,8 @@ def squeeze_budgets(
         return [avg_budget] * count
     shares = [count * avg_budget * w / total for w in weights]
     return rounded(raised(shares, n_sink + 1), count * avg_budget)
+
+
+def __getattr__(name: str) -> Any:
+    """Documented names of this module that live elsewhere: functions on rows of single heads."""
+    return name_at_home(__name__, name)

@@ -101,3 +101,12 @@ def quantize_residual_batched(
         raise ValueError(f"bits={bits}; a residual takes at least 1 bit")
     rest = x.astype(mx.float32) - recon.astype(mx.float32)
     return on_grid(rest.swapaxes(-1, -2), bits, group_size).swapaxes(-1, -2).astype(out_dtype)
+
+
+def cross_layer_similarity(a: mx.array, b: mx.array) -> dict[str, float]:
+    """How alike rows (..., D) of two layers are: `mse` of elements and mean `cosine` of rows."""
+    left, right = a.astype(mx.float32), b.astype(mx.float32)
+    lengths = mx.linalg.norm(left, axis=-1) * mx.linalg.norm(right, axis=-1)
+    cosine = ((left * right).sum(axis=-1) / mx.maximum(lengths, 1e-30)).mean()
+    pair: list[float] = mx.stack([mx.square(left - right).mean(), cosine]).tolist()  # type: ignore[assignment]
+    return {"mse": pair[0], "cosine": pair[1]}

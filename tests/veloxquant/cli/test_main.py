@@ -159,6 +159,16 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert done.stderr == b""
 
 
+def test_the_documented_entry_of_the_panel_needs_a_terminal_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from veloxquant.cli import panel
+
+    monkeypatch.setattr("sys.argv", ["veloxquant panel"])
+    assert panel.main() == exit_codes.USAGE
+    assert "terminal" in capsys.readouterr().err
+
+
 def test_panel_needs_a_terminal(run: Run) -> None:
     code, out, err = run("panel")
     assert (code, out) == (exit_codes.USAGE, "")

@@ -169,3 +169,17 @@ def test_learned_sinks_join_the_denominator() -> None:
     last = tokens.cut(199, 200)
     small = attend(with_sinks, last, mx.full((2,), 50.0))
     assert mx.abs(small).max().item() < 1e-3 < mx.abs(attend(without, last)).max().item()
+
+
+def test_sinks_are_told_by_position_and_size() -> None:
+    tokens = random_tokens(300, seed=31, batch=2, dtype=mx.float16)
+    cache = cache_of(tokens, "kivi_sink", n_sink_tokens=5)
+    assert cache.sink_positions == []
+    feed(cache, tokens.cut(0, 3))
+    assert cache.sink_positions == [0, 1, 2]
+    feed(cache, tokens.cut(3, 300))
+    cache.commit()
+    assert cache.sink_positions_for(1) == cache.sink_positions == [0, 1, 2, 3, 4]
+    assert cache.sink_fp16_bytes == 2 * 2 * 2 * 5 * 64 * 2  # sides, sequences, heads, rows, bytes
+    with pytest.raises(IndexError, match="sequence 2"):
+        cache.sink_positions_for(2)

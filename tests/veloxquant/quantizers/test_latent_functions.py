@@ -182,3 +182,12 @@ def test_minicache_keeps_unlike_tokens() -> None:
     assert same == pytest.approx({"cosine": 1.0, "magnitude_ratio": 1 / 3}, abs=1e-3)
     with pytest.raises(ValueError, match="which="):
         minicache.reconstruct_layer(out, "both")
+
+
+def test_similarity_of_layers_is_that_of_their_rows() -> None:
+    x = decaying()
+    assert xquant.cross_layer_similarity(x, x) == pytest.approx({"mse": 0.0, "cosine": 1.0})
+    shifted = xquant.cross_layer_similarity(x, -2 * x)
+    assert shifted["cosine"] == pytest.approx(-1.0)
+    assert shifted["mse"] == pytest.approx(9 * float((x * x).mean().item()), rel=1e-5)
+    assert xquant.cross_layer_similarity(mx.zeros((3, 4)), mx.zeros((3, 4)))["cosine"] == 0.0
