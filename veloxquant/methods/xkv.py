@@ -106,6 +106,11 @@ class XKVCache(GroupedCache):
         return cast(SharedLatentsSpec, self.plan.keys.spec).kept(self.layout_of[1].k_dim)
 
     @property
+    def value_fp16_bytes(self) -> int:
+        """Bytes of values that are exact rows: those not coded yet, or beyond `xkv_max_ctx`."""
+        return self._side_bytes(self.values_stream, packed=False)
+
+    @property
     def shared_basis_bytes(self) -> int:
         """Bytes of this layer's part of the bases."""
         return sum(a.nbytes for side in self.sides() for a in side.body.fitted.values())

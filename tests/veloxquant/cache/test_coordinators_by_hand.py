@@ -261,6 +261,9 @@ def test_tokens_beyond_the_coordinators_context_stay_exact(method: str) -> None:
         attend(cache, random_tokens(700, seed=3))
     made[0].group.settle()
     assert [c.keys_stream.body.length for c in made] == [shared.max_ctx] * 2
+    if method == "xkv":
+        exact = made[1].values_stream.window.nbytes
+        assert made[1].value_fp16_bytes == exact > 0
     assert shared.published_tokens(0) == shared.max_ctx
     assert shared.nbytes == 0, "caches hold what they share themselves"
 
