@@ -127,6 +127,80 @@ def merge(
     return Merged(new_keys, new_values.astype(values.dtype), total, weight > 0)
 
 
+class Touched(NamedTuple):
+    """Survivors that may have taken over the one loser: places (B, H, m) among the survivors.
+
+    `keys`, `values` (B, H, m, D) and `scores` (B, H, m) are theirs now; `changed` (B, H, m) says
+    whose are others than before. `keys` is None where those are left alone.
+    """
+
+    slots: mx.array
+    keys: mx.array | None
+    values: mx.array
+    scores: mx.array
+    changed: mx.array
+
+
+def merge_one(
+    keys: mx.array, values: mx.array, scores: mx.array, keep: mx.array, how: Merger
+) -> Touched:
+    """As `merge` when one row goes, without copies of all the others: a decoding step.
+
+    Args:
+        keys: (B, H, n, D) all rows.
+        values: (B, H, n, Dv).
+        scores: (B, H, n) non-negative fp32.
+        keep: (B, H, n - 1) int32 ascending.
+        how: mode, gate, turning of keys.
+    """
+    kept = keep.shape[-1]
+    # Rows before the loser are where they were.
+    before = (keep == mx.arange(kept, dtype=mx.int32)).sum(axis=-1, keepdims=True)
+    lost = before.astype(mx.int32)
+    losers = Losers(lost, 0)
+    own = mx.take_along_axis(scores, lost, axis=-1)
+    lost_keys, lost_values = pick_rows(keys, lost), pick_rows(values, lost).astype(mx.float32)
+    if how.mode == "sequential":
+        width = min(SEQUENTIAL_TARGETS, kept)
+        slots = mx.minimum(lost, kept - width) + mx.arange(width, dtype=mx.int32)
+        follows = slots >= lost
+        theirs = mx.take_along_axis(scores, slots + 1, axis=-1)
+        count = mx.maximum(follows.sum(axis=-1, keepdims=True), 1).astype(mx.float32)
+        mean = mx.where(follows, theirs, 0.0).sum(axis=-1, keepdims=True) / count
+        gate = how.gate(losers, gate_probability(own, mean))
+        shares = inherits = mx.where(follows, gate / count, 0.0)
+    else:
+        slots, cosine = _nearest_but_one(keys, lost_keys, lost, how.n_sink)
+        theirs = mx.take_along_axis(scores, slots + (slots >= lost), axis=-1)
+        shares = how.gate(losers, gate_probability(own, theirs))
+        if how.mode == "sim_weighted":
+            shares = shares * mx.maximum(cosine, 0.0)
+        inherits = (shares > 0).astype(mx.float32)
+    at, part = slots + (slots >= lost), shares[..., None]
+    divisor = 1.0 if how.mode == "sequential" else 1.0 + part
+    new_values = (pick_rows(values, at).astype(mx.float32) + part * lost_values) / divisor
+    new_keys = None
+    if how.turn is not None and how.mode != "sequential":
+        turned = part * how.turn(lost_keys, losers, slots).astype(mx.float32)
+        new_keys = (pick_rows(keys, at).astype(mx.float32) + turned) / divisor
+        new_keys = new_keys.astype(keys.dtype)
+    taken = mx.take_along_axis(scores, at, axis=-1) + inherits * own
+    return Touched(slots, new_keys, new_values.astype(values.dtype), taken, shares > 0)
+
+
+def _nearest_but_one(
+    keys: mx.array, lost_keys: mx.array, lost: mx.array, n_sink: int
+) -> tuple[mx.array, mx.array]:
+    """As `nearest` among all rows but the lost one itself, (B, H, 1)."""
+    rows = keys.astype(mx.float32)
+    lengths = mx.maximum(mx.linalg.norm(rows, axis=-1), 1e-6)
+    cosines = (_unit(lost_keys) @ rows.swapaxes(-1, -2))[..., 0, :] / lengths
+    places = mx.arange(keys.shape[2], dtype=mx.int32)
+    cosines = mx.where((places >= n_sink) & (places != lost), cosines, -mx.inf)
+    best = mx.argmax(cosines, axis=-1, keepdims=True).astype(mx.int32)
+    return best - (best > lost), mx.take_along_axis(cosines, best, axis=-1)
+
+
 def most_changed(losers: int, mode: Merge) -> int:
     """Survivors of a head that so many losers can change."""
     return losers * (SEQUENTIAL_TARGETS if mode == "sequential" else 1)

@@ -44,13 +44,25 @@ def change_rows(store: Store, rows: mx.array, changed: mx.array, most: int) -> N
         changed: (B, H, n) bool.
         most: rows of a head that can have changed at most.
     """
-    start, stop, capacity, arrays = store.live
-    n = stop - start
+    n = store.length
     at = mx.broadcast_to(mx.arange(n, dtype=mx.int32), changed.shape)
     if most < n:
         # The sort is stable: changed rows first, and some of the others to fill the rectangle.
         at = mx.argsort(mx.where(changed, 0, 1), axis=-1)[..., :most].astype(mx.int32)
         rows, changed = pick_rows(rows, at), mx.take_along_axis(changed, at, axis=-1)
+    write_rows(store, at, rows, changed)
+
+
+def write_rows(store: Store, at: mx.array, rows: mx.array, changed: mx.array) -> None:
+    """Code rows (B, H, m, D) in the places `at` (B, H, m) of the store, where they changed.
+
+    Args:
+        store: the rows as they were.
+        at: int32, each place once.
+        rows: what the places should hold.
+        changed: (B, H, m) bool.
+    """
+    start, stop, capacity, arrays = store.live
     at, changed = at[..., None] + start, changed[..., None]
     written = {}
     for name, new in store.codec.encode(rows).items():

@@ -203,14 +203,18 @@ class Store:
         if not self.codec.spec.token_local:
             raise TypeError(f"tokens of a {self.codec.spec.name} store cannot be picked one by one")
         n = index.shape[-1]
+        if not n:
+            self.clear()
+            return
         if self._start:
             index = index + self._start
-        picked = {name: pick_rows(a, index) for name, a in self._arrays.items()}
-        fitted = self._fitted
-        self.clear()
-        if n:
-            self._fitted = fitted
-            self._put(picked, n)
+        capacity = round_up(n, self.step)
+        if capacity > n:
+            # The last token once more for the room behind it: buffers are written once, not thrice.
+            last = mx.broadcast_to(index[..., -1:], (*index.shape[:2], capacity - n))
+            index = mx.concatenate([index, last], axis=-1)
+        self._arrays = {name: pick_rows(a, index) for name, a in self._arrays.items()}
+        self._start, self._stop, self.capacity = 0, n, capacity
 
     # ---- reading ------------------------------------------------------------------------
 

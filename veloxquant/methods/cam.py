@@ -19,9 +19,17 @@ import mlx.core as mx
 
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import EvictingCache, Policy
-from veloxquant.cache.merging import Losers, Merge, Merger, merge, most_changed
+from veloxquant.cache.merging import (
+    Losers,
+    Merge,
+    Merger,
+    Touched,
+    merge,
+    merge_one,
+    most_changed,
+)
 from veloxquant.cache.rope import shiftable, turn_rows
-from veloxquant.cache.row_moves import change_rows
+from veloxquant.cache.row_moves import change_rows, write_rows
 from veloxquant.cache.scorers import CumulativeAttention
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
@@ -60,14 +68,28 @@ class CaMKVCache(EvictingCache):
 
         turn = None if self.rope is None else turned
         how = Merger(self.merge_mode, self.policy.n_sink, self._gate, turn)
+        if (lost := self.rows - keep.shape[-1]) == 1:
+            self._take_one(merge_one(keys, self.values(), scores, keep, how), keep)
+            return
         merged = merge(keys, self.values(), scores, keep, how)
-        most = most_changed(self.rows - keep.shape[-1], self.merge_mode)
+        most = most_changed(lost, self.merge_mode)
         super().take(keep)
         change_rows(self.value_rows, merged.values, merged.changed, most)
         if turn is not None:
             change_rows(self.key_rows, merged.keys, merged.changed, most)
         if self.scorer.ready:
             self.columns["mass"] = merged.scores
+
+    def _take_one(self, touched: Touched, keep: mx.array) -> None:
+        """Let one loser go, and write the few rows that took over what it held."""
+        super().take(keep)
+        write_rows(self.value_rows, touched.slots, touched.values, touched.changed)
+        if touched.keys is not None:
+            write_rows(self.key_rows, touched.slots, touched.keys, touched.changed)
+        if self.scorer.ready:
+            self.columns["mass"] = mx.put_along_axis(
+                self.columns["mass"], touched.slots, touched.scores, axis=-1
+            )
 
     def _gate(self, losers: Losers, probability: mx.array) -> mx.array:
         """1 or 0 for each loser, alike for all sequences of a batch with equal probabilities."""
