@@ -32,10 +32,6 @@ class Probed(Protocol):
         """Score rows [start, stop) by what comes."""
         ...
 
-    def commit(self) -> None:
-        """Store what waits."""
-        ...
-
     def end_probe(self) -> None:
         """Take back what came, all of it stored."""
         ...
@@ -88,7 +84,6 @@ def compress(
             mx.eval(model(mx.array([probe]), cache=list(caches)))
         finally:
             for cache in ours:
-                cache.commit()
                 cache.end_probe()
         for cache in others:
             cache.trim(len(probe))

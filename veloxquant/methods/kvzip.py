@@ -160,6 +160,7 @@ class KVzipKVCache(PooledHeadsCache):
     def end_probe(self) -> None:
         """Take the probe's rows back; the cache is as before but for its scores."""
         assert self._probed is not None
+        self.commit()  # packed rows of the probe may still be pending
         held, self._probed = self._probed[2], None
         extra = self.rows - held
         self.key_rows.trim(extra)
