@@ -184,7 +184,7 @@ _ROWS = (
     _row("pyramidkv", "eviction", PyramidKVOptions, "window", "until_evicted", "none", 1, "ready",
          "Budgets that shrink with depth", "PyramidKV, arXiv 2406.02069"),
     _row("squeeze", "eviction", SqueezeAttentionOptions, "window", "until_evicted", "none", 1, "ready",
-         "Layers of concentrated attention hold fewer rows", "SqueezeAttention, arXiv 2404.04793"),
+         "Layers whose attention changes the stream least hold fewer rows", "SqueezeAttention, arXiv 2404.04793"),
     _row("chunkkv", "eviction", ChunkKVOptions, "window", "until_evicted", "none", 1, "ready",
          "Whole chunks kept or dropped", "ChunkKV, arXiv 2502.00299"),
     _row("cam", "eviction", CaMOptions, "all", "until_evicted", "none", 1, "ready",
