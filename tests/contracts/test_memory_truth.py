@@ -333,3 +333,29 @@ def test_turboquant_rvq_saves_what_it_promises_at_every_length() -> None:
         assert ratio >= 7.0, (length, ratio)
 
     ratio_while_fed("turboquant_rvq", 4_096, 4_300, check)
+
+
+@pytest.mark.parametrize("method", ["kivi", "turboquant_rvq", "gear", "kvquant", "knorm"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_is_cut_keeps_nothing_of_what_it_was_cut_from(method: str, batch: int) -> None:
+    """With one head a cut along the tokens is contiguous, which MLX takes for good enough."""
+    shape = LayerShape(1, 1, 64, 64)
+    config = KVCacheConfig(method=method, head_dim=64)
+    warmed(config, shape)
+    base = settled()
+    cache = new_cache(config, shape)
+    for start, stop in ((0, 64), (64, 164), (164, 300)):
+        mx.eval(attend(cache, made(shape, stop - start, start, batch)))
+    cache.trim(130)
+    assert_two_sided(cache, base)
+
+
+def test_asking_whether_a_cache_rewinds_leaves_nothing_of_what_was_evicted() -> None:
+    config = KVCacheConfig(method="knorm", head_dim=64)
+    warmed(config, SMOLLM2)
+    base = settled()
+    cache = new_cache(config, SMOLLM2)
+    mx.eval(attend(cache, made(SMOLLM2, 2_000, 1)))
+    assert not cache.is_trimmable()
+    growth = settled() - base
+    assert growth <= cache.nbytes + SLACK, (growth, cache.nbytes)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
@@ -21,6 +21,7 @@ from veloxquant.allocators.layer_budgets import class_budgets
 from veloxquant.cache.layer_board import LayerBoard, Seat
 from veloxquant.cache.layouts.eviction_prompt import SQUEEZE_ROOM
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.options import ChunkKVOptions
 from veloxquant.core.exceptions import CacheStateError, QuantizerConfigError
 
 
@@ -208,6 +209,7 @@ class ChunkKVIndexReuseCoordinator:
         self.reuse_layers = reuse_layers
         self._kept: dict[tuple[int, int], list[list[int]]] = {}
         self._boards: dict[int, tuple[LayerBoard, set[int]]] = {}
+        self._settings: dict[int, KVCacheConfig] = {}
 
     def leader_for(self, layer_id: int) -> int:
         """The layer whose choice a layer takes over, its own number if it chooses itself.
@@ -239,11 +241,12 @@ class ChunkKVIndexReuseCoordinator:
         """What the first layer of this one's block published for a head; None before it did."""
         return self._kept.get((self.leader_for(layer_id), head_idx))
 
-    def seat(self, layer_id: int | None) -> Seat:
+    def seat(self, config: KVCacheConfig, layer_id: int | None) -> Seat:
         """Place of a layer's cache in its block.
 
         Raises:
             ValueError: for an unknown layer.
+            QuantizerConfigError: when the block's layers have other settings.
         """
         place = _told(layer_id, self.n_layers)
         leader = self.leader_for(place)
@@ -251,5 +254,13 @@ class ChunkKVIndexReuseCoordinator:
         if board is None or place in seated:
             board, seated = LayerBoard(min(self.reuse_layers, self.n_layers - leader)), set()
             self._boards[leader] = board, seated
+            self._settings[leader] = config
+        first = self._settings[leader]
+        for name in ("eviction_storage", *(f.name for f in fields(ChunkKVOptions))):
+            if (own := getattr(config, name)) != (theirs := getattr(first, name)):
+                raise QuantizerConfigError(
+                    f"{name}={own!r} of layer {place}: it takes over the rows of layer {leader}, "
+                    f"which were chosen with {name}={theirs!r}; give a block's layers the same"
+                )
         seated.add(place)
         return Seat(board, place - leader)

@@ -29,6 +29,7 @@ class Member(Protocol):
     offset: int
     group: LayerGroup
     _unevaluated: list[mx.array]
+    _shape: tuple[int, int, int, int] | None
 
     def sides(self) -> tuple[SharingStream, SharingStream]:
         """Streams of keys and of values."""
@@ -109,8 +110,18 @@ class LayerGroup:
         return first.plan.schedule.frontier(tokens) - first.body.length
 
     def publish(self) -> None:
-        """Code what is ready; called when a layer took new rows."""
+        """Code what is ready; called when a layer took new rows.
+
+        Raises:
+            CacheStateError: when layers hold rows of different shapes.
+        """
         self._changed()
+        known = [m._shape for m in self.members if m._shape is not None]
+        if other := [shape for shape in known if shape != known[0]]:
+            raise CacheStateError(
+                f"layers that share codes hold rows (batch, heads, key and value size) of one "
+                f"shape; these hold {known[0]} and {other[0]}"
+            )
         done = False
         for side in (0, 1):
             if (n := self.ready(side)) > 0:

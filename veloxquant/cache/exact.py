@@ -107,6 +107,8 @@ class ExactRows(LayerCache):
     def is_trimmable(self) -> bool:
         """Until the first eviction; one that is due happens now."""
         self.commit()
+        # What was given up lives on until it is computed what stays.
+        mx.eval(self._unevaluated)
         return self.evicted == 0
 
     # ---- counters of the documents ------------------------------------------------------

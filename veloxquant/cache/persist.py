@@ -136,7 +136,7 @@ def _read(source: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
         arrays, metadata = cast("tuple[dict[str, mx.array], dict[str, str]]", loaded)
         # Loading is lazy: read now, so that errors of the disk show here.
         mx.eval(list(arrays.values()))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise CacheStateError(f"{source.name} is damaged or not a saved cache: {reason}") from error
     try:

@@ -1,5 +1,6 @@
 """A growable run of tokens in one codec."""
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple, cast
@@ -49,6 +50,17 @@ def _cut(a: mx.array, axis: int, start: int, stop: int) -> mx.array:
     index = [slice(None)] * a.ndim
     index[axis] = slice(start, stop)
     return a[tuple(index)]
+
+
+def _whole(a: mx.array, axis: int) -> mx.array:
+    """The array in a buffer of its own size, whatever it was cut from along `axis`.
+
+    What `mx.contiguous` finds contiguous, and not much smaller than its buffer, it leaves there.
+    """
+    long = next((i for i in reversed(range(a.ndim)) if a.shape[i] > 1), None)
+    if math.prod(a.shape[:axis]) > 1 or long is None:
+        return mx.contiguous(a)
+    return mx.concatenate([_cut(a, long, 0, 1), _cut(a, long, 1, a.shape[long])], axis=long)
 
 
 class Store:
@@ -121,7 +133,8 @@ class Store:
         if not self._arrays and n == round_up(n, self.step):
             # Assigning over a whole buffer keeps the given array instead, which may be a slice
             # that holds a longer one.
-            self._arrays = {name: mx.contiguous(new) for name, new in packed.items()}
+            axes = self.codec.axes
+            self._arrays = {name: _whole(new, axes[name].axis) for name, new in packed.items()}
             self._stop = self.capacity = n
             return
         if end > self.capacity:
@@ -189,7 +202,7 @@ class Store:
         for name, a in self._arrays.items():
             place = self.codec.axes[name]
             part = _cut(a, place.axis, place.at(start), place.at(stop))
-            self._arrays[name] = mx.contiguous(part)
+            self._arrays[name] = _whole(part, place.axis)
         self.capacity = stop - start
         self._start -= start
         self._stop -= start

@@ -54,6 +54,7 @@ from veloxquant.config.options import (
     XQuantOptions,
     ZipCacheOptions,
 )
+from veloxquant.core.exceptions import QuantizerConfigError
 
 MethodName = Literal[
     "turboquant_prod", "turboquant_mse", "turboquant_rvq", "polar", "qjl", "vecinfer", "spectral",
@@ -183,6 +184,11 @@ class KVCacheConfig(
                 stacklevel=4,  # past the generated constructor and the one that checks names
             )
         if self.options is not None:
+            if isinstance(self.options, type) or not dataclasses.is_dataclass(self.options):
+                raise QuantizerConfigError(
+                    f"options={self.options!r} is not possible; options must be an object of a "
+                    f"method's options class, such as SnapKVOptions(snap_budget=512)"
+                )
             usual = defaults()
             for option in dataclasses.fields(self.options):  # type: ignore[arg-type]
                 if option.name in usual and _untouched(self, option.name, usual):

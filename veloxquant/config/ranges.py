@@ -8,6 +8,7 @@ from veloxquant.core.exceptions import QuantizerConfigError
 
 AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS = (32, 64, 128)
+MOST_SINKS = 4_096
 CODEBOOK_BITS = (1, 2, 3, 4, 5, 6)
 
 
@@ -52,6 +53,11 @@ def integer(config: KVCacheConfig, field: str, low: int, high: int | None = None
         bound = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
         raise refuse(field, value, bound)
     return value
+
+
+def sinks(config: KVCacheConfig, field: str) -> int:
+    """The field's value, first tokens that stay exact; their buffer is made whole at the first."""
+    return integer(config, field, 0, MOST_SINKS)
 
 
 def bits(config: KVCacheConfig, legal: tuple[int, ...]) -> None:

@@ -58,5 +58,5 @@ def _common_ranges(config: KVCacheConfig) -> None:
     for field in ("capacity", "sliding_window"):
         if getattr(config, field) is not None:
             integer(config, field, 1)
-    if config.use_metal_kernels not in (None, True, False):
+    if not any(config.use_metal_kernels is v for v in (None, True, False)):
         raise refuse("use_metal_kernels", config.use_metal_kernels, "None, True or False")

@@ -87,7 +87,7 @@ class ChunkKVCache(EvictingCache):
         Raises:
             ValueError: for a layer that the coordinator does not know.
         """
-        seat = coordinator.seat(layer_id) if coordinator is not None else None
+        seat = coordinator.seat(config, layer_id) if coordinator is not None else None
         return config, LayerContext(layer_id or 0, seed=config.seed, seat=seat)
 
     def _shrink(self, budget: int) -> None:

@@ -489,3 +489,23 @@ def test_layers_that_a_coordinator_does_not_know_are_refused(layer: Any) -> None
         ChunkKVIndexReuseCoordinator(5, 0)
     with pytest.raises(ValueError, match="not finite"):
         rows.report_concentration(0, float("nan"))
+
+
+def test_layers_of_a_block_choose_with_the_same_settings() -> None:
+    coordinator = ChunkKVIndexReuseCoordinator(2, 2)
+    options = [ChunkKVOptions(chunkkv_budget=b, chunkkv_reuse_layers=2) for b in (60, 100)]
+    first, second = (KVCacheConfig(method="chunkkv", head_dim=64, options=one) for one in options)
+    ChunkKVCache(first, 0, coordinator)
+    with pytest.raises(QuantizerConfigError, match="chunkkv_budget=100 of layer 1"):
+        ChunkKVCache(second, 1, coordinator)
+
+
+def test_layers_that_share_codes_hold_rows_of_one_shape() -> None:
+    coordinator = XQuantCoordinator()
+    config = KVCacheConfig(method="xquant", head_dim=64)
+    layers = [XQuantKVCache(config, role, 0, coordinator) for role in ("anchor", "reuse")]
+    layers[0].update_and_fetch(*(mx.ones((1, 2, 40, 64)),) * 2)
+    layers[0].commit()
+    layers[1].update_and_fetch(*(mx.ones((1, 4, 40, 64)),) * 2)
+    with pytest.raises(CacheStateError, match="of one shape; these hold"):
+        layers[1].commit()

@@ -234,3 +234,30 @@ def test_the_builder_gathers_fields() -> None:
         KVCacheBuilder().with_method("kivi").with_seed(7).build()
     with pytest.raises(QuantizerConfigError, match="n_outlier_channels=3 has no effect"):
         KVCacheBuilder().with_n_outlier_channels(3).build()
+
+
+@pytest.mark.parametrize(
+    ("method", "field"),
+    [
+        ("kvquant", "kvquant_n_sink"),
+        ("skvq", "skvq_n_sink"),
+        ("kivi_sink", "n_sink_tokens"),
+        ("streaming_llm", "stream_n_sink"),
+    ],
+)
+def test_sinks_whose_buffer_would_be_huge_are_refused(method: str, field: str) -> None:
+    config = KVCacheConfig(method=method).with_fields(**{field: 10**9})
+    with pytest.raises(QuantizerConfigError, match=f"{field}=1000000000.*at most 4096"):
+        row_of(method).check(config)
+
+
+@pytest.mark.parametrize("wrong", [{"snap_budget": 64}, 5, SnapKVOptions])
+def test_options_that_are_no_options_are_refused(wrong: Any) -> None:
+    with pytest.raises(QuantizerConfigError, match="options must be an object of a method's"):
+        KVCacheConfig(method="snapkv", options=wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, "yes"])
+def test_use_metal_kernels_is_true_or_false(wrong: Any) -> None:
+    with pytest.raises(QuantizerConfigError, match="use_metal_kernels"):
+        row_of("kivi").check(KVCacheConfig(method="kivi", use_metal_kernels=wrong))

@@ -9,12 +9,13 @@ from veloxquant.config.ranges import (
     one_of,
     real,
     refuse,
+    sinks,
 )
 
 
 def check_streaming_llm(config: KVCacheConfig) -> None:
     """Sinks may be none; the window holds at least one token."""
-    integer(config, "stream_n_sink", 0)
+    sinks(config, "stream_n_sink")
     integer(config, "stream_window_size", 1)
 
 

@@ -14,6 +14,7 @@ from veloxquant.config.ranges import (
     one_of,
     real,
     refuse,
+    sinks,
 )
 
 
@@ -34,7 +35,7 @@ def _whole_groups(config: KVCacheConfig, group: str) -> None:
 def check_kivi_sink(config: KVCacheConfig) -> None:
     """As kivi, with a number of sink tokens."""
     check_kivi(config)
-    integer(config, "n_sink_tokens", 0)
+    sinks(config, "n_sink_tokens")
 
 
 def check_kitty(config: KVCacheConfig) -> None:
@@ -55,8 +56,9 @@ def check_kvquant(config: KVCacheConfig) -> None:
     one_of(config, "kvquant_bits", (2, 3, 4))
     real(config, "kvquant_outlier_fraction", 0.0, 0.1)
     one_of(config, "kvquant_group_size", AFFINE_GROUPS)
-    for field in ("kvquant_lloyd_iters", "kvquant_refit_interval", "kvquant_n_sink"):
+    for field in ("kvquant_lloyd_iters", "kvquant_refit_interval"):
         integer(config, field, 0)
+    sinks(config, "kvquant_n_sink")
     bits(config, AFFINE_BITS)
 
 
@@ -83,12 +85,12 @@ def check_skvq(config: KVCacheConfig) -> None:
     for field in ("skvq_bits_key", "skvq_bits_value"):
         one_of(config, field, (1, 2, 3, 4, 8))
     one_of(config, "skvq_group_size", AFFINE_GROUPS)
-    window, sinks = integer(config, "skvq_window", 0), integer(config, "skvq_n_sink", 0)
+    window, n_sink = integer(config, "skvq_window", 0), sinks(config, "skvq_n_sink")
     flag(config, "skvq_reorder")
     flag(config, "skvq_clip_search")
     real(config, "skvq_clip_alpha", 0.3, 1.0, open_low=True)
     if config.skvq_max_ctx is not None:
-        integer(config, "skvq_max_ctx", window + sinks + 1)
+        integer(config, "skvq_max_ctx", window + n_sink + 1)
     bits(config, AFFINE_BITS)
 
 
