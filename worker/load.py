@@ -1,7 +1,8 @@
 """Load a gated model with mlx-lm, in pieces that can be reported."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -38,16 +39,34 @@ def load(gated: Gated, *, as_float32: bool, report: Callable[[int, int], None]) 
     Raises:
         WorkerFault: `bad_model`, `unsupported` or `does_not_fit`.
     """
-    try:
+    with _faults(gated):
         model, config = load_model(gated.path, lazy=True, trust_remote_code=False)
         if as_float32:
             model.set_dtype(mx.float32)
         weights = _materialise(model, report)
-        tokenizer = load_tokenizer(
-            gated.path,
-            {"trust_remote_code": False},
-            eos_token_ids=config.get("eos_token_id"),
-        )
+        tokenizer = _tokenizer(gated, config.get("eos_token_id"))
+    return Loaded(model, tokenizer, config, weights, _vocab(config, tokenizer), _context(config))
+
+
+def read_tokenizer(gated: Gated) -> Any:
+    """The tokenizer without the model.
+
+    Raises:
+        WorkerFault: `bad_model` or `unsupported`.
+    """
+    with _faults(gated):
+        return _tokenizer(gated, None)
+
+
+def _tokenizer(gated: Gated, eos: Any) -> Any:
+    return load_tokenizer(gated.path, {"trust_remote_code": False}, eos_token_ids=eos)
+
+
+@contextmanager
+def _faults(gated: Gated) -> Iterator[None]:
+    """What goes wrong with a model's files, as faults."""
+    try:
+        yield
     except MemoryError as error:
         raise WorkerFault("does_not_fit", "Memory ran out while the weights were read.") from error
     except ValueError as error:
@@ -56,7 +75,6 @@ def load(gated: Gated, *, as_float32: bool, report: Callable[[int, int], None]) 
     except (RuntimeError, OSError, KeyError, TypeError, AttributeError) as error:
         logger.debug("Loading failed", exc_info=error)
         raise WorkerFault("bad_model", f"{gated.path.name}: {_first_line(error)}") from error
-    return Loaded(model, tokenizer, config, weights, _vocab(config, tokenizer), _context(config))
 
 
 def _first_line(error: BaseException) -> str:

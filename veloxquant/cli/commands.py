@@ -163,7 +163,7 @@ COMMANDS: tuple[Command, ...] = (
         _SET,
         flag("--text", metavar="FILE", help="text to read (default: prose that comes along)"),
         flag("--tokens", type=tokens, default=4096, metavar="N",
-             help="how much of it (default 4096)"),
+             help="how much of it, from 512 on (default 4096)"),
         flag("--head_dim", type=positive, default=128, metavar="D",
              help="without a model: length of the vectors (default 128)"),
         flag("--bits", type=positive, nargs="+", default=[1, 2, 3, 4], metavar="B",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from veloxquant.cache.layouts import LEAST_TEXT, least_text
+from veloxquant.cache.table import TABLE, row_of
 from veloxquant.cli import exit_codes
 from veloxquant.cli.models import pick
 from veloxquant.cli.output import CliError, envelope, result, table, talk, usage_error
@@ -20,6 +23,7 @@ from veloxquant.planning.method_settings import config_of
 if TYPE_CHECKING:
     from veloxquant.cache.probe import ModelPlan
     from veloxquant.cache.sampling import Samples
+    from veloxquant.worker.gate import Gated
     from veloxquant.worker.load import Loaded
 
 ROWS = 2048
@@ -41,12 +45,18 @@ def run(args: argparse.Namespace) -> int:
     for name in given:
         options[name] = parse_overrides(args.overrides, name)
         check_ready(name)
+        _check_fitted(name)
     model = pick(args.model)
     text = _text(args.text)
+    least = _least_text(options)
+    if args.tokens < least:
+        usage_error(f"--tokens {args.tokens} is too few.", f"Give at least {least}.")
     preload_openblas()  # before anything imports MLX
-    loaded = _load(str(model.path))
+    gated, tokens = _tokens(str(model.path), text, args.tokens, least)
+    loaded = _load(gated)
     started = time.monotonic()
-    plan, samples, read = _samples(loaded, text, args.tokens)
+    plan, samples = _samples(loaded, tokens, max(ROWS, least))
+    read = len(tokens)
     talk(f"Read {read:,} tokens in {time.monotonic() - started:.0f} s.")
     about = {"model": model.name, "tokens": read, "text": Path(args.text).name if args.text else ""}
     rows, warnings = _fit_all(plan, samples, args.method, options, about)
@@ -116,20 +126,65 @@ def _text(file: str | None) -> str:
         raise CliError(f"{file} is not a text in UTF-8.", "Give a text file.") from error
 
 
-def _load(path: str) -> Loaded:
-    """The model, through the same gate as the server's."""
-    from veloxquant.worker.backend import is_cpu
+def _check_fitted(name: str) -> None:
+    """Refuse a method that fits nothing."""
+    row = row_of(name)
+    if row.calibration == "none":
+        fitted = [r.name for r in TABLE.values() if r.is_ready and r.calibration != "none"]
+        raise CliError(
+            f"{name} fits nothing to a model.", f"These do: {', '.join(fitted)}.",
+            exit_codes.UNSUPPORTED, "unsupported",
+        )  # fmt: skip
+
+
+def _least_text(options: dict[str, dict[str, Any]]) -> int:
+    """Tokens that every method that was asked for can be fitted with."""
+    needed = (least_text(config_of(name, given)) for name, given in options.items())
+    return max(LEAST_TEXT, *needed, 0)
+
+
+@contextmanager
+def _faults_told() -> Iterator[None]:
+    """Faults of the server's loader as errors of this command."""
     from veloxquant.worker.faults import WorkerFault
-    from veloxquant.worker.gate import open_gate
-    from veloxquant.worker.load import load
 
     try:
-        return load(open_gate(path), as_float32=is_cpu(), report=lambda *_: None)
+        yield
     except WorkerFault as error:
         told = error.fault
         raise CliError(
             f"{told.message} {error.detail}", told.hint, exit_codes.of_fault(told.code), told.code
         ) from error
+
+
+def _tokens(path: str, text: str, wanted: int, least: int) -> tuple[Gated, list[int]]:
+    """The model's files, through the same gate as the server's, and its tokens of the text.
+
+    Raises:
+        CliError: when the text is too short; before any weights are read.
+    """
+    from veloxquant.worker.gate import open_gate
+    from veloxquant.worker.load import read_tokenizer
+
+    with _faults_told():
+        gated = open_gate(path)
+        tokenizer = read_tokenizer(gated)
+    tokens = tail_tokens(
+        lambda piece: list(tokenizer.encode(piece, add_special_tokens=False)), text, wanted
+    )
+    if len(tokens) < least:
+        raise CliError(
+            f"The text has {len(tokens)} tokens; at least {least} are needed.", "Give a longer one."
+        )
+    return gated, tokens
+
+
+def _load(gated: Gated) -> Loaded:
+    from veloxquant.worker.backend import is_cpu
+    from veloxquant.worker.load import load
+
+    with _faults_told():
+        return load(gated, as_float32=is_cpu(), report=lambda *_: None)
 
 
 def tail_tokens(encode: Callable[[str], Sequence[int]], text: str, wanted: int) -> list[int]:
@@ -147,24 +202,20 @@ def tail_tokens(encode: Callable[[str], Sequence[int]], text: str, wanted: int) 
     return ids[-wanted:]
 
 
-def _samples(loaded: Loaded, text: str, wanted: int) -> tuple[ModelPlan, Samples, int]:
+def _samples(loaded: Loaded, tokens: list[int], rows: int) -> tuple[ModelPlan, Samples]:
     from veloxquant.cache.probe import probe
     from veloxquant.cache.sampling import WINDOW, collect
 
-    def encode(piece: str) -> list[int]:
-        return list(loaded.tokenizer.encode(piece, add_special_tokens=False))
-
-    tokens = tail_tokens(encode, text, wanted)
     try:
         plan = probe(loaded.model)
         samples = collect(
-            plan, tokens, ROWS, window=min(WINDOW, loaded.context or WINDOW), report=_progress
+            plan, tokens, rows, window=min(WINDOW, loaded.context or WINDOW), report=_progress
         )
     except QuantizerConfigError as error:
         raise CliError(
             f"This model cannot be calibrated: {error}", "", exit_codes.UNSUPPORTED
         ) from error
-    return plan, samples, len(tokens)
+    return plan, samples
 
 
 def _progress(done: int, total: int) -> None:

@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def tiny(home: Path) -> Path:
 
 def test_a_model_is_fitted_and_found_again(run: Run, tiny: Path, home: Path) -> None:
     code, out, err = run(
-        "precompute", "Tiny-2L", "--method", "vecinfer", "--tokens", "200", *SMALL, "--json"
+        "precompute", "Tiny-2L", "--method", "vecinfer", "--tokens", "512", *SMALL, "--json"
     )
     assert code == exit_codes.OK, err
     data = json.loads(out)["data"]
@@ -52,25 +53,52 @@ def test_a_text_of_the_user_is_read(run: Run, tiny: Path, tmp_path: Path) -> Non
     assert code == exit_codes.OK, err
     assert "ratequant" in out
     assert "bit_width_inlier=" in err
-    text.write_text("short")
-    code, _, err = run(*words)
-    assert code == exit_codes.UNSUPPORTED
-    assert "at least 64" in err
     text.write_bytes(b"\xff\xfe\xff")
     assert run(*words)[0] == exit_codes.FAILED
     assert run(*words[:-1], str(tmp_path / "no.txt"))[0] == exit_codes.NOT_FOUND
 
 
-def test_what_cannot_be_fitted_is_said_before_and_after(run: Run, tiny: Path) -> None:
-    code, _, err = run("precompute", "Tiny-2L", "--method", "kivi", "--tokens", "100")
+def test_what_cannot_be_fitted_is_said_before_a_model_is_read(
+    run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the model was read")
+
+    monkeypatch.setattr("veloxquant.cli.precompute._load", refuse)
+    code, _, err = run("precompute", "Tiny-2L", "--method", "kivi")
     assert code == exit_codes.UNSUPPORTED
     assert "fits nothing" in err
+    code, _, err = run("precompute", "Tiny-2L", "--tokens", "511")
+    assert code == exit_codes.USAGE
+    assert "at least 512" in err
+    wide = ("--method", "skvq", "--set", "skvq_window=1000")
+    code, _, err = run("precompute", "Tiny-2L", *wide, "--tokens", "1000")
+    assert code == exit_codes.USAGE
+    assert "at least 1034" in err
+    text = tmp_path / "text.txt"
+    text.write_text("short")
+    code, _, err = run("precompute", "Tiny-2L", "--text", str(text))
+    assert code == exit_codes.FAILED
+    assert "at least 512 are needed" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_shortest_text_that_is_taken_fits_what_counts_tokens(run: Run) -> None:
+    names = ("amc", "kvquant", "kvtc", "skvq")
+    words = [word for name in names for word in ("--method", name)]
+    code, out, err = run("precompute", "Tiny-2L", "--tokens", "512", *words, "--json")
+    assert code == exit_codes.OK, err
+    assert [row["method"] for row in json.loads(out)["data"]["calibrations"]] == list(names)
+
+
+def test_what_cannot_be_read_is_said(run: Run, tiny: Path) -> None:
     assert run("precompute", "nope", "--method", "vecinfer")[0] == exit_codes.NOT_FOUND
     assert run("precompute", "Tiny-2L", "--method", "vecinferr")[0] == exit_codes.NOT_FOUND
     assert run("precompute", "Tiny-2L", "--set", "key_sub_dim=4")[0] == exit_codes.USAGE
-    code, _, err = run("precompute", "Tiny-2L", "--method", "vecinfer", "--set", "x=4")
-    assert code == exit_codes.USAGE
+    assert (
+        run("precompute", "Tiny-2L", "--method", "vecinfer", "--set", "x=4")[0] == exit_codes.USAGE
+    )
     (tiny / "model.safetensors").write_bytes(b"no")
     assert run("precompute", "Tiny-2L", "--method", "vecinfer")[0] != exit_codes.OK
 
