@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant.cache.context import LayerContext, LayerSample
-from veloxquant.cache.plans import LayerPlan
+from veloxquant.cache.plans import LayerPlan, StreamPlan
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.quantizers.base import Codec
 from veloxquant.quantizers.fitted import fit_side, given_codec
@@ -22,13 +22,22 @@ def fit_sides(plan: LayerPlan, sample: LayerSample) -> dict[str, mx.array]:
         ("key", plan.keys, sample.keys),
         ("value", plan.values, sample.values),
     ):
-        kept = np.flatnonzero(np.array(sample.positions) >= stream.n_sink)
-        if len(kept) < stream.spec.fit_tokens:
-            raise QuantizerConfigError(
-                f"a text of {len(kept)} tokens is too short: {stream.spec.fit_tokens} are needed"
-            )
-        out |= fit_side(stream.spec, side, mx.take(rows, mx.array(kept), axis=1))
+        out |= fit_side(stream.spec, side, mx.take(rows, kept_tokens(stream, sample), axis=1))
     return out
+
+
+def kept_tokens(stream: StreamPlan, sample: LayerSample) -> mx.array:
+    """Numbers (n,) of the tokens of a sample that are no sinks of a stream.
+
+    Raises:
+        QuantizerConfigError: when there are fewer than the stream's codec is fitted to.
+    """
+    kept = np.flatnonzero(np.array(sample.positions) >= stream.n_sink)
+    if len(kept) < stream.spec.fit_tokens:
+        raise QuantizerConfigError(
+            f"a text of {len(kept)} tokens is too short: {stream.spec.fit_tokens} are needed"
+        )
+    return mx.array(kept)
 
 
 def given_codecs(

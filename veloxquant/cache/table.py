@@ -165,7 +165,7 @@ _ROWS = (
          "Non-uniform levels with sparse outliers", "KVQuant, arXiv 2401.18079"),
     _row("palu", "quantization", PALUOptions, "none", "lossy", "none", 1, "ready",
          "Low-rank latents by head group", "Palu, arXiv 2407.21118"),
-    _row("cachegen", "quantization", CacheGenOptions, "none", "lossy", "optional", 1, "ready",
+    _row("cachegen", "quantization", CacheGenOptions, "none", "lossy", "none", 1, "ready",
          "Codes of whole chunks; entropy-coded for transport", "CacheGen, arXiv 2310.07240"),
     _row("minicache", "hybrid", MiniCacheOptions, "none", "lossy", "none", 2, "ready",
          "Directions merged over layer pairs", "MiniCache, arXiv 2405.14366"),

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from veloxquant.cache.rope import shift_positions
+from veloxquant.cache.rope import shift_positions, turn_rows
 from veloxquant.quantizers.transform import Moments
 
 CONTEXT = 8_192
@@ -21,13 +21,16 @@ PLACES = 64
 
 
 class TurnedMoments:
-    """Moments over a context, for the pure rotation `rope` and rows from position `first` on."""
+    """Moments over a context, for the pure rotation `rope` and rows from position `first` on.
 
-    def __init__(self, rope: Any, first: int) -> None:
-        self.rope, self.first = rope, first
+    Or for rows at `positions` (n,) int32.
+    """
+
+    def __init__(self, rope: Any, first: int, positions: mx.array | None = None) -> None:
+        self.rope, self.first, self.positions = rope, first, positions
 
     def __call__(self, x: mx.array) -> Moments:
-        """Moments of keys like (B, H, n, D) at `first` and the positions after it."""
+        """Moments of keys like (B, H, n, D) at these positions."""
         still = np.array(self._turned_back(x.astype(mx.float32)), dtype=np.float64)
         mean = still.mean(axis=2, keepdims=True)
         away = still - mean
@@ -44,6 +47,8 @@ class TurnedMoments:
 
     def _turned_back(self, x: mx.array) -> mx.array:
         """Keys as they were before their position was encoded."""
+        if self.positions is not None:
+            return turn_rows(self.rope, x, mx.broadcast_to(-self.positions, x.shape[:3]))
         # In reverse order the positions from -last on are each key's own, negated.
         last = self.first + x.shape[2] - 1
         return self.rope(x[:, :, ::-1], offset=-last)[:, :, ::-1]

@@ -16,9 +16,7 @@ _LOUD = _CODED | {"qjl"}
 _KIVI = frozenset({"kivi", "kivi_sink"})
 _VECINFER = frozenset({"vecinfer"})
 _OBJECTS = STANDALONE_METHODS
-_FITTED = frozenset(
-    {"vecinfer", "spectral", "kvquant", "cachegen", "skvq", "qfilters", "kvtc", "amc", "a2ats"}
-)
+_FITTED = frozenset({"vecinfer", "spectral", "kvquant", "skvq", "qfilters", "kvtc", "amc", "a2ats"})
 _EVICTING = frozenset(
     {
         "snapkv", "streaming_llm", "h2o", "tova", "pyramidkv", "squeeze", "chunkkv", "cam", "knorm",

@@ -3,8 +3,9 @@
 In every block of 64 tokens the most salient fifth keeps all channels at 8 bits, the next three
 tenths keep the three quarters of the channels that vary most at 4 bits, the rest keeps half of them
 at 4 bits; channels left out are their mean. A token is salient by the distance of its key from the
-mean key. Order and means of channels come from the first block. On heads whose channels vary alike,
-dropping half of them loses half of the energy: the low tier is for heads with few strong channels.
+mean key. Order and means of channels come from the first block, those of values from a text of
+calibration if there is one. On heads whose channels vary alike, dropping half of them loses half of
+the energy: the low tier is for heads with few strong channels.
 With `amc_use_query_saliency` the cosine with recent queries joins the ranking; then the state
 depends on how a prompt was cut, since queries arrive with its pieces.
 Source: none under this name; a design of this library.
@@ -15,11 +16,13 @@ from typing import Any, Literal, cast
 
 import mlx.core as mx
 
-from veloxquant.cache.context import LayerContext
+from veloxquant.cache.context import LayerContext, LayerSample
 from veloxquant.cache.fitting import check_queries
+from veloxquant.cache.given import given_codecs, kept_tokens
 from veloxquant.cache.layouts.tiered import AMC_BLOCK, AMC_QUERIES, amc_plan
 from veloxquant.cache.paired import ClassStore, PairedCache
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.quantizers.fitted import fit_side
 from veloxquant.quantizers.saliency import cosine_saliency, rank
 from veloxquant.quantizers.sizes import LayerShape
 
@@ -27,8 +30,12 @@ from veloxquant.quantizers.sizes import LayerShape
 class AMCKVCache(PairedCache):
     """Blocks of 64 tokens in three tiers behind an exact, unfinished block."""
 
-    def __init__(self, config: KVCacheConfig, shape: LayerShape) -> None:
-        super().__init__(amc_plan(config), shape, config.method)
+    def __init__(self, config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> None:
+        plan = amc_plan(config)
+        codecs = given_codecs(plan, shape, context)
+        super().__init__(plan, shape, config.method, codecs)
+        self.calibrated = codecs[1] is not None
+        """Whether order and means of value channels come from a text of calibration."""
         self.alpha = config.amc_query_alpha if config.amc_use_query_saliency else 0.0
         self.fidelity: Literal["exact", "proxy"] = "proxy"
         self.recent: mx.array | None = None
@@ -146,4 +153,19 @@ def _share(saliency: mx.array) -> mx.array:
 
 def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> AMCKVCache:
     """The cache of one layer."""
-    return AMCKVCache(config, shape)
+    return AMCKVCache(config, shape, context)
+
+
+FIT_FIELDS = ()
+"""Fitted arrays depend on no setting."""
+
+
+def fit(config: KVCacheConfig, sample: LayerSample) -> dict[str, mx.array]:
+    """Orders and means of the value channels of one layer, from what it saw of a text.
+
+    Keys keep those of their first block: a mean of all positions would shift the scores of dropped
+    channels against those of exact tokens (measured: twice the divergence).
+    """
+    stream = amc_plan(config).values
+    values = mx.take(sample.values, kept_tokens(stream, sample), axis=1)
+    return fit_side(stream.spec, "value", values)

@@ -6,8 +6,9 @@ a bit less. What is held is the fixed-width form: entropy-coded data can be neit
 nor planned, so `cachegen_use_delta` and `cachegen_group_size` shape only what is saved or sent
 (`coded_chunks`) and the savings that are reported.
 Source: Liu et al., CacheGen, 2023, arXiv 2310.07240. Differs: a codec for transport there, the
-cache itself here; frequencies are counted for each chunk instead of once for a model; four sink
-tokens stay exact, whose extremes would widen the step of the first chunk.
+cache itself here; frequencies are counted for each chunk instead of once for a model, so there is
+nothing to calibrate; four sink tokens stay exact, whose extremes would widen the step of the first
+chunk.
 """
 
 from collections.abc import Iterator

@@ -13,6 +13,7 @@ import mlx.core as mx
 from veloxquant.dsa.mlx_pack import pack, unpack
 from veloxquant.quantizers.base import Codec, FittedCodec, Packed, Shared, TokenAxis
 from veloxquant.quantizers.codecs import codec_for
+from veloxquant.quantizers.fitted import for_batch
 from veloxquant.quantizers.saliency import rank
 from veloxquant.quantizers.specs.tiered import ClassedSpec
 
@@ -32,13 +33,16 @@ def _blocks(x: mx.array, size: int) -> mx.array:
 
 
 class ClassedCodec(Shared):
-    """Arrays of class i are those of its codec with `i` behind their names; `m` is the map."""
+    """Arrays of class i are those of its codec with `i` behind their names; `m` is the map.
+
+    `given` are constants of one sequence, (1, H, ...), to take instead of fitted ones.
+    """
 
     whole: ClassVar[frozenset[str]] = frozenset()
     """Arrays of which every block may need those of all blocks before."""
 
-    def __init__(self, dim: int, spec: ClassedSpec) -> None:
-        self.dim, self.spec = dim, spec
+    def __init__(self, dim: int, spec: ClassedSpec, given: Packed | None = None) -> None:
+        self.dim, self.spec, self.given = dim, spec, given or {}
         self.parts = [
             Part(i, codec_for(inner, dim), count)
             for i, (count, inner) in enumerate(spec.classes)
@@ -60,6 +64,12 @@ class ClassedCodec(Shared):
 
     def fit(self, x: mx.array) -> Packed:
         """The constants that all classes share."""
+        if self.given:
+            typed = {
+                name: a.astype(x.dtype) if mx.issubdtype(a.dtype, mx.floating) else a
+                for name, a in self.given.items()
+            }
+            return for_batch(typed, x.shape[0])
         return cast(FittedCodec, self.parts[0].codec).fit(x)
 
     def encode(self, x: mx.array) -> Packed:

@@ -33,7 +33,8 @@ def given_codec(
     """A codec of its own with the constants that `fit_side` found; None without any.
 
     Raises:
-        QuantizerConfigError: when they are for other heads or another format.
+        QuantizerConfigError: when they are for other heads or another format, or are damaged:
+            what reads them believes them.
     """
     prefix = f"{side}_"
     given = {
@@ -50,4 +51,10 @@ def given_codec(
         raise QuantizerConfigError(
             f"calibrated constants of {side}s have shapes {found}; this layer needs {wanted}"
         )
+    for name, limit in shared.limits.items():
+        if name in given and cast(int, given[name].max().item()) >= limit:
+            raise QuantizerConfigError(
+                f"calibrated constants of {side}s are damaged: {name!r} points to a place over "
+                f"{limit}; fit them again"
+            )
     return type(shared)(dim, spec, given)  # type: ignore[call-arg]

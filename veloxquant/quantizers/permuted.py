@@ -75,6 +75,7 @@ class PermutedCodec(Shared):
         self.dim, self.spec, self.given = dim, spec, given or {}
         self.inner = AffineTokenCodec(dim, spec.rows)
         self.axes = self.inner.axes
+        self.limits = {"order": dim} if spec.reorder else {}
         self._index = mx.uint8 if index_bytes(dim) == 1 else mx.uint16
 
     # ---- coding -------------------------------------------------------------------------

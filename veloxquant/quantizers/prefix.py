@@ -75,6 +75,7 @@ class PrefixTokenCodec(Shared):
         self.kept = spec.kept(dim)
         self.rows = AffineTokenCodec(self.kept, spec.affine())
         self.axes = self.rows.axes
+        self.limits = {"p": dim}
 
     # ---- coding -------------------------------------------------------------------------
 

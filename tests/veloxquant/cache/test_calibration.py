@@ -19,7 +19,7 @@ from veloxquant.cache.calibration import (
 )
 from veloxquant.cache.context import LayerContext, LayerSample
 from veloxquant.cache.sampling import collect
-from veloxquant.cache.table import MethodRow
+from veloxquant.cache.table import TABLE, MethodRow
 from veloxquant.config.folders import HOME_VARIABLE
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
@@ -155,6 +155,10 @@ def test_fingerprint_of_packed_weights_is_stable() -> None:
         return nn.Sequential(nn.QuantizedLinear.from_linear(layer))
 
     assert fingerprint(packed(0)) == fingerprint(packed(0)) != fingerprint(packed(1))
+
+
+def test_the_table_says_which_methods_can_be_calibrated() -> None:
+    assert fitters() == [row.name for row in TABLE.values() if row.calibration != "none"]
 
 
 def test_methods_without_a_fitter_are_refused() -> None:

@@ -20,13 +20,15 @@ from cache_lab import (
 )
 
 from veloxquant.cache.attend import attend as attention
-from veloxquant.cache.context import LayerContext
+from veloxquant.cache.context import LayerContext, LayerSample
 from veloxquant.cache.persist import load_caches, save_caches
+from veloxquant.cache.rope import turn_rows
 from veloxquant.cache.table import held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import KVTCOptions
 from veloxquant.core.exceptions import QuantizerConfigError
-from veloxquant.methods.kvtc import build
+from veloxquant.methods.kvtc import build, fit
+from veloxquant.quantizers.sizes import LayerShape
 
 SINKS, FIT = 4, 256
 
@@ -165,6 +167,45 @@ def test_keys_turned_by_position_are_coded_well_at_later_positions(partial: int)
         lost.append((error / mx.square(keys).sum(axis=-1).mean()).item())
     assert lost[1] < 0.03
     assert lost[0] > 5 * lost[1]
+
+
+def test_a_calibration_lowers_the_error_of_later_keys() -> None:
+    """The first 256 keys, which the basis is fitted to, do not show all that comes later."""
+    draws = mx.random.split(mx.random.key(17), 3)
+    mix = mx.random.normal((2, 64, 64), key=draws[0]) * mx.exp(-mx.arange(64) / 12)[:, None]
+    still, other = (
+        mx.random.normal((1, 2, n, 64), key=k) for n, k in zip((2_000, 900), draws[1:], strict=True)
+    )
+    dull = (mx.arange(900) < 280)[:, None] & (mx.arange(64) % 4 == 1)
+    still, other = still @ mix, mx.where(dull, 0.0, other) @ mix
+    rope = nn.RoPE(64, base=100_000.0)
+    shape = LayerShape(2, 2, 64, 64)
+    text = mx.array([*range(1_000), *range(1_000)])
+    seen = turn_rows(rope, still, mx.broadcast_to(text, still.shape[:3]))[0]
+    sample = LayerSample(0, 1, shape, seen, seen, None, text, rope)
+    found = fit(config_of(), sample)
+    keys = rope(other)
+    lost = []
+    for artifacts in (None, found):
+        context = LayerContext(rope=rope, artifacts=artifacts)
+        cache = build(config_of(kvtc_bit_budget=160), shape, context)
+        assert cache.calibrated == (artifacts is not None)
+        cache.update_and_fetch(keys, keys)
+        cache.commit()
+        got, _ = held_rows(cache)
+        later = (mx.square(a)[:, :, 260:836].sum().item() for a in (got - keys, keys))
+        lost.append(next(later) / next(later))
+    assert lost[1] < 0.8 * lost[0]
+
+
+@pytest.mark.parametrize("change", [lambda a: a[..., :-1], lambda a: a * mx.nan])
+def test_calibrated_moments_of_another_model_are_refused(change: Any) -> None:
+    shape = LayerShape(2, 2, 64, 64)
+    found = {"key_mean": mx.zeros((1, 2, 1, 64)), "key_covariance": mx.zeros((1, 2, 64, 64))}
+    build(config_of(), shape, LayerContext(artifacts=found))
+    found["key_mean"] = change(found["key_mean"])
+    with pytest.raises(QuantizerConfigError, match="calibrated moments of keys"):
+        build(config_of(), shape, LayerContext(artifacts=found))
 
 
 def test_a_trim_below_the_fit_starts_over() -> None:
