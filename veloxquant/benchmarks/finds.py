@@ -22,7 +22,7 @@ QUERY_AWARE = (
     "kvzip context",
 )
 """Methods that choose by attention: a question in the window tells them what will be needed."""
-BLIND = ("kvzip reconstruct", "nestedkv")
+BLIND = ("kvzip reconstruct", "kvzip reconstruct, model", "nestedkv")
 """Methods made for questions that are not known yet, and whom they must beat."""
 WINDOW_METHOD = "snapkv"
 

@@ -27,7 +27,7 @@ from veloxquant.artifacts import InMemoryArtifactStore
 from veloxquant.benchmarks.contenders import Report
 from veloxquant.benchmarks.demo import load, model_folder
 from veloxquant.benchmarks.finds import Find, line, targets
-from veloxquant.benchmarks.keepers import EXACT, Keeper, exact, filters_of, keepers
+from veloxquant.benchmarks.keepers import EXACT, EXCUSED, Keeper, exact, filters_of, keepers
 from veloxquant.benchmarks.needles import FORMS, haystack
 from veloxquant.benchmarks.quality import Sheet, note
 from veloxquant.benchmarks.questions import Questions, side_by_side, step
@@ -44,19 +44,26 @@ from veloxquant.cache.residual_sites import sites_of
 
 @dataclass(frozen=True)
 class Size:
-    """One length of prompt: `needles` facts in each of `haystacks` texts, `steps` for KL."""
+    """One length of prompt.
+
+    Attributes:
+        prompt: tokens.
+        needles: facts in each text.
+        haystacks: texts.
+        steps: tokens after the prompt that KL is the mean of.
+        shares: of the prompt's tokens that may stay.
+    """
 
     prompt: int
     needles: int
     haystacks: int
     steps: int
+    shares: tuple[float, ...]
 
 
-FULL = (Size(1025, 12, 2, 64), Size(4097, 12, 1, 48))
+FULL = (Size(1025, 12, 1, 64, (0.5, 0.25)), Size(4097, 8, 1, 48, (0.25,)))
 """Whole chunks and one token: what is left of a chunk would be scored again for every question."""
-QUICK = (Size(513, 4, 1, 16),)
-SHARES = (0.5, 0.25)
-QUICK_SHARES = (0.25,)
+QUICK = (Size(513, 4, 1, 16, (0.25,)),)
 CALIBRATION = 2048
 """Tokens at the end of the text, beyond all haystacks, that filters are measured on."""
 
@@ -119,13 +126,11 @@ def follow(reading: Reading, entries: Sequence[Entry], steps: int) -> None:
         entry.complete = []
 
 
-def entries_of(
-    model: Any, prompt: int, shares: Sequence[float], filters: InMemoryArtifactStore | None
-) -> list[Entry]:
+def entries_of(model: Any, size: Size, filters: InMemoryArtifactStore | None) -> list[Entry]:
     """Everything that is measured at a length, the exact cache first."""
     field = [(exact(model), 1.0)]
-    field += [(k, share) for share in shares for k in keepers(model, prompt, share, filters)]
-    return [Entry(k, share, Find(k.name, k.kind, share, prompt)) for k, share in field]
+    field += [(k, s) for s in size.shares for k in keepers(model, size.prompt, s, filters)]
+    return [Entry(k, share, Find(k.name, k.kind, share, size.prompt)) for k, share in field]
 
 
 def _length(
@@ -150,7 +155,6 @@ def run(
     *,
     quick: bool = False,
     sizes: Sequence[Size] = (),
-    shares: Sequence[float] = (),
     names: Sequence[str] = (),
     report: Report = lambda _: None,
 ) -> dict[str, Any]:
@@ -159,7 +163,6 @@ def run(
     Args:
         quick: one short prompt, few facts, one budget, and qfilters without a calibration.
         sizes: lengths, if not the usual ones.
-        shares: of a prompt's tokens that may stay, if not the usual ones.
         names: of `Keeper`s to measure beside the exact cache; all when empty.
         report: gets a line for each measurement.
 
@@ -169,7 +172,6 @@ def run(
     from mlx_lm.utils import load_tokenizer  # loads transformers: only when used
 
     sizes = sizes or (QUICK if quick else FULL)
-    shares = shares or (QUICK_SHARES if quick else SHARES)
     model, tokenizer = load()
     chat = load_tokenizer(model_folder())
     attach()
@@ -183,14 +185,13 @@ def run(
         report(f"filters of qfilters measured on the last {CALIBRATION} tokens of the text")
     finds: list[Find] = []
     for size in sizes:
-        entries = entries_of(model, size.prompt, shares, filters)
+        entries = entries_of(model, size, filters)
         entries = [e for e in entries if not names or e.keeper.name in (*names, EXACT)]
         finds += _length(model, (tokenizer, chat), size, entries, report)
     del watched
     return {
         "sizes": [asdict(size) for size in sizes],
-        "shares": list(shares),
         "calibrated": filters is not None,
         "finds": [asdict(find) for find in finds],
-        "targets": targets(finds),
+        "targets": targets(finds, EXCUSED),
     }

@@ -294,7 +294,6 @@ def test_the_table_has_a_line_for_every_find() -> None:
     finds = [find("snapkv", [-0.5, -1.5], [-2.0, -4.0]), find("kvzip reconstruct", [], [-0.5])]
     result = {
         "sizes": [{"prompt": 64, "needles": 2, "haystacks": 1, "steps": 8}],
-        "shares": [0.5],
         "calibrated": False,
         "finds": [asdict(f) for f in finds],
         "targets": targets(finds),
