@@ -12,6 +12,7 @@ from veloxquant.quantizers.factory import QuantizerFactory
 from veloxquant.quantizers.sizes import CodecSpec
 
 __all__ = [
+    "FP16_MAX",
     "Codec",
     "FittedCodec",
     "NativeParts",
@@ -105,7 +106,7 @@ def compute_dtype(dtype: mx.Dtype) -> mx.Dtype:
     return dtype if mx.default_device() == mx.gpu else mx.float32
 
 
-_FP16_MAX = 65504.0
+FP16_MAX = 65504.0
 
 
 def saturated(x: mx.array, dtype: mx.Dtype) -> mx.array:
@@ -113,7 +114,7 @@ def saturated(x: mx.array, dtype: mx.Dtype) -> mx.array:
 
     Rows near that number decode, with their error, to a little more.
     """
-    return (mx.clip(x, -_FP16_MAX, _FP16_MAX) if dtype == mx.float16 else x).astype(dtype)
+    return (mx.clip(x, -FP16_MAX, FP16_MAX) if dtype == mx.float16 else x).astype(dtype)
 
 
 def headroom(dim: int, dtype: mx.Dtype) -> float:

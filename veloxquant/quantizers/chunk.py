@@ -6,10 +6,11 @@ Source: CacheGen (arXiv 2310.07240).
 """
 
 import mlx.core as mx
+import numpy as np
 
 from veloxquant.dsa.mlx_pack import pack, unpack
 from veloxquant.kernels.native import AFFINE_CHANNEL, AFFINE_TOKEN, NativeRun
-from veloxquant.quantizers.base import Packed, Shared, TokenAxis
+from veloxquant.quantizers.base import FP16_MAX, Packed, Shared, TokenAxis
 from veloxquant.quantizers.specs.coded import ChunkSpec, SymmetricSpec
 
 _STOCK_GROUPS = (128, 64, 32)
@@ -107,11 +108,14 @@ class SymmetricCodec(Shared):
         self.middle = (1 << (spec.bits - 1)) - 1
         self.axes = {"w": TokenAxis(2), "s": TokenAxis(2)}
         self._group = _stock_group(self.width)
+        # fp16 rounds the scale of its largest number up, and the least code would be infinite.
+        self._most = float(np.nextafter(np.float16(FP16_MAX / self.middle), np.float16(0)))
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D) for any n; every token alone."""
         dtype, x = x.dtype, x.astype(mx.float32)
-        scale = (mx.abs(x).max(axis=-1, keepdims=True) / self.middle).astype(dtype)
+        scale = mx.abs(x).max(axis=-1, keepdims=True) / self.middle
+        scale = (mx.minimum(scale, self._most) if dtype == mx.float16 else scale).astype(dtype)
         step = scale.astype(mx.float32)
         inverse = mx.where(step > 0, 1 / mx.maximum(step, _TINY), 0.0)
         codes = mx.clip(mx.round(x * inverse), -self.middle, self.middle) + self.middle

@@ -11,8 +11,8 @@ import numpy as np
 
 from veloxquant.core.context import EncodedVector
 from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.quantizers.base import FP16_MAX
 
-_FP16_MAX = 65504.0
 _TINY = 1e-30
 _FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 
@@ -67,7 +67,7 @@ def unit(x: mx.array) -> tuple[mx.array, mx.array]:
 
 def narrow(norm: mx.array, dtype: mx.Dtype) -> mx.array:
     """Norms in the type of the rows; those of fp16 rows saturate."""
-    return mx.minimum(norm, _FP16_MAX).astype(dtype) if dtype == mx.float16 else norm.astype(dtype)
+    return mx.minimum(norm, FP16_MAX).astype(dtype) if dtype == mx.float16 else norm.astype(dtype)
 
 
 def norms(ev: EncodedVector, field: str = "norm") -> mx.array:

@@ -4,7 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from veloxquant.cache.store import Store
 from veloxquant.quantizers.chunk import ChunkCodec, SymmetricCodec
+from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.specs.coded import ChunkSpec, SymmetricSpec
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -64,3 +66,15 @@ def test_constant_and_zero_rows() -> None:
         for value in (0.0, 3.0):
             x = mx.full((1, 1, 256, 64), value)
             assert mx.abs(codec.decode(codec.encode(x), mx.float32) - x).max().item() < 1e-6
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("tokens", [100, 400])
+def test_rows_at_the_end_of_fp16_keep_their_other_channels(bits: int, tokens: int) -> None:
+    x = mx.ones((1, 2, tokens, 64), dtype=mx.float16)
+    x[..., 3] = 65504
+    store = Store(codec_for(SymmetricSpec(bits), 64), 256)
+    store.append(x)
+    rows = store.decode(0, tokens, mx.float16).astype(mx.float32)
+    step = 65504 / ((1 << (bits - 1)) - 1)
+    assert mx.abs(rows - x.astype(mx.float32)).max().item() <= 0.51 * step
