@@ -6,7 +6,7 @@ from math import ceil
 from veloxquant.quantizers.sizes import CodecSpec, round_up
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 
-ENERGY_BYTES = 8
+SCALE_BYTES, ENERGY_BYTES = 4, 8
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class CorrectedSpec(CodecSpec):
     def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
         """Bytes of a store with capacity for `tokens`, a multiple of the block."""
         blocks, rank = tokens // self.block_tokens, self.rank_for(dim)
-        out = self.base.nbytes(tokens, dim, itemsize) + rank * itemsize * (tokens + blocks * dim)
+        out = self.base.nbytes(tokens, dim, itemsize) + rank * itemsize * tokens
         if rank:
-            out += ENERGY_BYTES * blocks
+            out += (rank * (dim + SCALE_BYTES) + ENERGY_BYTES) * blocks
         index = 1 if dim <= 256 else 2
         return out + tokens * self.slots(dim) * (itemsize + index)
 
