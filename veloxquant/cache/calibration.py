@@ -150,16 +150,16 @@ def artifacts_for(plan: ModelPlan, config: KVCacheConfig) -> list[Mapping[str, m
     row = row_of(config.method)
     if row.calibration == "none":
         return []
-    keeps = isinstance(config.store, CalibrationStore)
+    given = config.store if isinstance(config.store, CalibrationStore) else None
     # The standalone methods read matrices from stores that keep nothing else.
-    if config.store is not None and not keeps and row.name not in STANDALONE_METHODS:
+    if config.store is not None and given is None and row.name not in STANDALONE_METHODS:
         raise QuantizerConfigError(
             f"store={config.store!r} keeps no calibrations, which is what method {row.name!r} "
             f"looks for; give an NpyArtifactStore(folder), or leave it unset for the user's store"
         )
     if not plan.compressed:
         return []
-    store = config.store if keeps else user_store()
+    store = user_store() if given is None else given
     if isinstance(store, NpyArtifactStore) and not (store.root / "calibration").is_dir():
         return []
     found = store.load_calibration(fingerprint(plan.model), row.name)
