@@ -40,7 +40,8 @@ class Reading:
             for chunk in chunks(self.before):
                 advance(self.model, caches, [chunk])
         else:
-            self.tape.play(caches)
+            # Who is judged by a repetition forgets what the prompt itself asked for.
+            self.tape.play(caches, asked=keeper.reads != "repeat")
         return caches
 
     def complete(self, keeper: Keeper, caches: list[Any]) -> None:

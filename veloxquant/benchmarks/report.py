@@ -95,6 +95,8 @@ def retrieval(result: dict[str, Any]) -> str:
             f"\n\nPrompt of {size['prompt']} tokens, {size['haystacks']} x {size['needles']} "
             f"questions, KL of {size['steps']} tokens:\n\n{_finds(rows)}"
         )
+        if size["without"]:
+            text += f"\n\nLeft out at this length for its time: {'; '.join(size['without'])}."
     return f"{text}\n\nTargets:\n\n{_asked(result['targets'])}"
 
 

@@ -85,8 +85,11 @@ class Tape:
         mx.eval(out, [x.rows for x in self.layers], [x.asked for x in self.layers])
         return out
 
-    def play(self, caches: Sequence[Any]) -> None:
-        """Give the tape to the caches of all layers, in the chunks that were read."""
+    def play(self, caches: Sequence[Any], *, asked: bool = True) -> None:
+        """Give the tape to the caches of all layers, in the chunks that were read.
+
+        Without `asked` they see no queries: for those that look at others later.
+        """
         places = [layer.start for layer in self.layers]
         for number in range(len(self.layers[0].asked)):
             for i, (cache, layer) in enumerate(zip(caches, self.layers, strict=True)):
@@ -95,7 +98,7 @@ class Tape:
                 stop = places[i] + queries.shape[2]
                 keys, values = (x[:, :, places[i] : stop] for x in layer.rows)
                 cache.update_and_fetch(keys, values)
-                if hasattr(cache, "observe"):  # mlx-lm's own caches look at no queries
+                if asked and hasattr(cache, "observe"):  # mlx-lm's own caches look at no queries
                     cache.observe(queries, layer.scale)
                 if getattr(cache, "awaits_cosines", False) and layer.cosines:
                     cache.take_cosines(layer.cosines[number])

@@ -293,7 +293,7 @@ def test_the_table_has_a_line_for_every_find() -> None:
 
     finds = [find("snapkv", [-0.5, -1.5], [-2.0, -4.0]), find("kvzip reconstruct", [], [-0.5])]
     result = {
-        "sizes": [{"prompt": 64, "needles": 2, "haystacks": 1, "steps": 8}],
+        "sizes": [{"prompt": 64, "needles": 2, "haystacks": 1, "steps": 8, "without": ["cam"]}],
         "calibrated": False,
         "finds": [asdict(f) for f in finds],
         "targets": targets(finds),
@@ -303,3 +303,4 @@ def test_the_table_has_a_line_for_every_find() -> None:
     assert "| kvzip reconstruct | 50% | 1.00 | – | 100% | – | -0.50 | 0.2500 | 0.0100 |" in text
     assert "without a calibration" in text
     assert "Prompt of 64 tokens, 1 x 2 questions" in text
+    assert "Left out at this length for its time: cam." in text
