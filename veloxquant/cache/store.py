@@ -261,7 +261,7 @@ class Store:
             return saturated(rows, dtype)
         block = self.codec.spec.block
         low, high = start // block * block, min(round_up(stop, block), self.capacity)
-        part = {name: self._range(name, low, high) for name in self._arrays}
+        part = self._part(low, high)
         rows = self.codec.decode({**part, **self._fitted}, dtype)[:, :, start - low : stop - low]
         return rows if self.is_exact else saturated(rows, dtype)
 
@@ -279,6 +279,10 @@ class Store:
             return None
         rows = mx.array(out)
         return rows if run.basis is None else run.basis.unrotate(rows)
+
+    def _part(self, start: int, stop: int) -> Packed:
+        """Codes at buffer positions [start, stop)."""
+        return {name: self._range(name, start, stop) for name in self._arrays}
 
     def _range(self, name: str, start: int, stop: int) -> mx.array:
         place: TokenAxis = self.codec.axes[name]

@@ -4,7 +4,9 @@ Each block keeps its anchors exactly: the token most like the others, then those
 picked. The first token of a sequence is exact too. Every other token is a factor times
 the anchor whose key is most parallel. Where most would be lost, up to `anchorkv_rho` of the tokens,
 the residuals of key and value are coded in a rotated codebook; not where both are shorter than
-`anchorkv_theta` of their row. The newest tokens and the unfinished block are exact.
+`anchorkv_theta` of their row. The newest tokens and the unfinished block are exact, on average 64
+tokens besides the window: a block is coded once its last token has left that. Numbers of anchors
+stand once for keys and values.
 Values have no reason to be parallel to an anchor: at the documented settings turboquant_mse keeps
 more of them in about the same space.
 Source: none under this name; a design of this library.
@@ -25,7 +27,34 @@ from veloxquant.quantizers.sizes import LayerShape
 
 
 class AnchorStore(ClassStore):
-    """Blocks that refer to anchors of their own and of earlier blocks."""
+    """Blocks that refer to anchors of their own and of earlier blocks.
+
+    `lender` holds the numbers of anchors and the classes of tokens where this store does not.
+    """
+
+    def __init__(self, codec: AnchorCodec, step: int) -> None:
+        super().__init__(codec, step)
+        self.lender: AnchorStore | None = None
+
+    def _packed(self) -> Packed:
+        return super()._packed() | self._lent(0, self.capacity)
+
+    def _part(self, start: int, stop: int) -> Packed:
+        return super()._part(start, stop) | self._lent(start, stop)
+
+    def _lent(self, start: int, stop: int) -> Packed:
+        lender = self.lender
+        if lender is None:
+            return {}
+        assert stop <= lender.capacity, (
+            "keys went before the values that read their numbers"
+        )
+        return {name: lender._range(name, start, stop) for name in self.anchored.lent}
+
+    @property
+    def live(self) -> list:
+        """As in every store, without what the lender holds."""
+        return [self._start, self._stop, self.capacity, {**self._arrays, **self._fitted}]
 
     @property
     def anchored(self) -> AnchorCodec:
@@ -66,12 +95,21 @@ class AnchorKVKVCache(PairedCache):
     def __init__(self, config: KVCacheConfig, shape: LayerShape) -> None:
         super().__init__(anchorkv_plan(config), shape, config.method)
         self.theta = config.anchorkv_theta
+        keys, values = self._bodies()
+        values.lender = keys
 
     def _bodies(self) -> tuple[AnchorStore, AnchorStore]:
         return (
             cast(AnchorStore, self.keys_stream.body),
             cast(AnchorStore, self.values_stream.body),
         )
+
+    def drop(self, n: int) -> int:
+        """Rewind both streams: values first, which read the numbers of the keys."""
+        if n:
+            self.values_stream.trim(n)
+            self.keys_stream.trim(n)
+        return n
 
     def choose(self, keys: mx.array, values: mx.array | None, *, first: bool) -> Choice:
         """Anchors and residual places that keys and values share."""

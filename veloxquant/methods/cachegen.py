@@ -4,7 +4,8 @@ By channel (the default), 256 tokens share a step, so differences between neighb
 small integers; by token, every token is coded when it comes. First layers get a bit more, last ones
 a bit less. What is held is the fixed-width form: entropy-coded data can be neither sliced by token
 nor planned, so `cachegen_use_delta` and `cachegen_group_size` shape only what is saved or sent
-(`coded_chunks`) and the savings that are reported.
+(`coded_chunks`) and the savings that are reported. An incomplete chunk waits exact, on average 128
+tokens, which makes short sequences larger than their codes.
 Source: Liu et al., CacheGen, 2023, arXiv 2310.07240. Differs: a codec for transport there, the
 cache itself here; frequencies are counted for each chunk instead of once for a model, so there is
 nothing to calibrate; four sink tokens stay exact, whose extremes would widen the step of the first

@@ -7,7 +7,8 @@ to every block of that many tokens, which then waits in full precision until it 
 Without an interval they may come from a text of calibration instead.
 Source: Hooper et al., KVQuant, 2024, arXiv 2401.18079. Differs: keys are coded after position
 encoding, as the cache receives them; levels are fitted online to each head and entries weigh the
-same; tokens are coded 32 at a time; a token outside the fitted ranges starts no new table.
+same; tokens are coded 32 at a time, which costs less time than one by one and leaves up to 31 of
+them exact; a token outside the fitted ranges starts no new table.
 """
 
 import mlx.core as mx

@@ -9,6 +9,7 @@ layer from the sequence itself instead of one across layers from a calibration s
 as they are cached, rotated by position, in a basis that suits all positions (where the layer's
 rotation is known) instead of being turned back for every query; DEFLATE is for files
 (`quantizers/entropy.py`), not for what is held, whose size it would make unknown beforehand.
+Exact tokens of the incomplete block, up to 63, and the bases are what it holds beyond its bits.
 """
 
 from collections.abc import Iterator

@@ -4,9 +4,9 @@ The first `skvq_n_sink` tokens and the newest `skvq_window` stay exact; older on
 each alone, in groups of reordered channels whose ranges are shrunk a little. Order and clip factor
 are fitted to the first window behind the sinks and then kept, or to a text of calibration.
 Source: Duanmu et al., SKVQ, 2024, arXiv 2405.06219. Differs: order and clip factor are of each KV
-head and fitted online by default, not of a layer; tokens leave the window 32 at a time, the
-first when a window lies behind the fitted one; scales have the input's type, not 8 bits; buffers
-grow past `skvq_max_ctx`, which is checked and, once, told of.
+head and fitted online by default, not of a layer; tokens leave the window 32 at a time, so that up
+to 31 more are exact, the first when a window lies behind the fitted one; scales have the input's
+type, not 8 bits; buffers grow past `skvq_max_ctx`, which is checked and, once, told of.
 """
 
 import logging

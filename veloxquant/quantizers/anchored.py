@@ -182,7 +182,10 @@ class ProjectedCodec(Shared):
 
 
 class AnchorCodec(ClassedCodec):
-    """Classes with and without residuals, and the anchors `a` (B, H, T·anchors/block, D)."""
+    """Classes with and without residuals, and the anchors `a` (B, H, T·anchors/block, D).
+
+    Where the format owns no numbers, `lent` names the arrays that reading takes from elsewhere.
+    """
 
     spec: AnchorSpec
     whole = frozenset({"a"})
@@ -190,6 +193,9 @@ class AnchorCodec(ClassedCodec):
     def __init__(self, dim: int, spec: AnchorSpec) -> None:
         super().__init__(dim, spec)
         self.axes["a"] = TokenAxis(2, spec.anchors, spec.size)
+        numbers = frozenset({"m", *(f"i{part.number}" for part in self.parts)})
+        self.lent: frozenset[str] = frozenset() if spec.owns else numbers
+        self.axes = {name: axis for name, axis in self.axes.items() if name not in self.lent}
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D) as the start of a sequence, keys and values alike."""
@@ -214,10 +220,12 @@ class AnchorCodec(ClassedCodec):
             assert isinstance(codec, ProjectedCodec)
             packed = codec.encode_by(take_rows(x, places), anchors, ids, coded)
             out |= {f"{name}{part.number}": a for name, a in packed.items()}
-        return out
+        return {name: a for name, a in out.items() if name in self.axes}
 
     def fault(self, packed: Packed) -> str | None:
         """Tokens of anchors that came later or not at all."""
+        if self.lent:
+            return None
         for part in self.parts:
             ids = packed[f"i{part.number}"].astype(mx.uint32)
             blocks = mx.arange(ids.shape[2], dtype=mx.uint32) // part.tokens

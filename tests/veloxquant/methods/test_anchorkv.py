@@ -185,9 +185,10 @@ def test_bytes_at_the_documented_defaults() -> None:
     config = KVCacheConfig(method="anchorkv")
     nbytes = held(config, LayerShape(1, 1, 128, 128), 4096).nbytes
     slots = int(0.7 * 127)
-    side = 256 + slots * 34 + 128 * 4 + 16
-    assert nbytes == 2 * (31 * side + 256 + 128 * 256)
-    assert 2_097_152 / nbytes == pytest.approx(7.0, abs=0.1)
+    side = 256 + slots * 34 + 128 * 2
+    numbers = 128 * 2 + 16
+    assert nbytes == 31 * (2 * side + numbers) + 2 * (256 + 128 * 256)
+    assert 2_097_152 / nbytes == pytest.approx(7.2, abs=0.1)
 
 
 def test_shares_out_of_range_are_refused() -> None:

@@ -136,17 +136,18 @@ def anchorkv_plan(config: KVCacheConfig) -> LayerPlan:
     anchors = max(1, math.floor(share * size))
     slots = math.floor(config.anchorkv_rho * (size - anchors))
 
-    def side(seed: int) -> StreamPlan:
+    def side(seed: int, *, owns: bool) -> StreamPlan:
         classes = (
-            (slots, ProjectedSpec(config.anchorkv_residual_bits, seed)),
-            (size - slots, ProjectedSpec(0, seed)),
+            (slots, ProjectedSpec(config.anchorkv_residual_bits, seed, owns)),
+            (size - slots, ProjectedSpec(0, seed, owns)),
         )
-        spec = AnchorSpec(size, classes, anchors=anchors)
+        spec = AnchorSpec(size, classes, anchors=anchors, owns=owns)
         # Numbers of anchors reach so far; tokens beyond stay exact.
         limit = MAX_ANCHORS // anchors * size
         return StreamPlan(spec, Below(limit, Trailing(config.anchorkv_window, size)), n_sink=1)
 
-    return LayerPlan(side(config.anchorkv_seed), side(config.anchorkv_seed + 1))
+    seed = config.anchorkv_seed
+    return LayerPlan(side(seed, owns=True), side(seed + 1, owns=False))
 
 
 HELD: dict[str, SizeOf] = {

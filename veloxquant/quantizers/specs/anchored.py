@@ -12,10 +12,14 @@ MAX_ANCHORS = 1 << (8 * ID_BYTES)
 
 @dataclass(frozen=True)
 class ProjectedSpec(CodecSpec):
-    """Number of an anchor and a factor; with `bits` the rest in a rotated codebook too."""
+    """Number of an anchor and a factor; with `bits` the rest in a rotated codebook too.
+
+    Without `numbered` the numbers are those of another store.
+    """
 
     bits: int
     seed: int
+    numbered: bool = True
     name = "projected"
     codec = "veloxquant.quantizers.anchored:ProjectedCodec"
     token_local = False
@@ -28,7 +32,7 @@ class ProjectedSpec(CodecSpec):
         """Bytes of a store with capacity for `tokens`, anchors not counted."""
         rest = self.residual()
         coded = rest.nbytes(tokens, dim, itemsize) if rest else 0
-        return coded + tokens * (ID_BYTES + itemsize)
+        return coded + tokens * (ID_BYTES * self.numbered + itemsize)
 
     def describe(self) -> str:
         """Short name for tables."""
@@ -39,14 +43,17 @@ class ProjectedSpec(CodecSpec):
 class AnchorSpec(ClassedSpec):
     """Blocks with `anchors` exact tokens each; the others are multiples of any anchor before.
 
-    The first class has coded residuals, the second none.
+    The first class has coded residuals, the second none. Without `owns` the numbers of anchors and
+    the classes of tokens are those of another store.
     """
 
     anchors: int = 1
+    owns: bool = True
     name = "anchored"
     codec = "veloxquant.quantizers.anchored:AnchorCodec"
 
     def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
         """Bytes of a store with capacity for `tokens`, a multiple of the block."""
         exact = tokens // self.size * self.anchors * dim * itemsize
-        return super().nbytes(tokens, dim, itemsize) + exact
+        lent = 0 if self.owns else tokens * self.map_bits // 8
+        return super().nbytes(tokens, dim, itemsize) - lent + exact
