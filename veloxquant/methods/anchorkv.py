@@ -46,9 +46,7 @@ class AnchorStore(ClassStore):
         lender = self.lender
         if lender is None:
             return {}
-        assert stop <= lender.capacity, (
-            "keys went before the values that read their numbers"
-        )
+        assert stop <= lender.capacity, "keys went before the values that read their numbers"
         return {name: lender._range(name, start, stop) for name in self.anchored.lent}
 
     @property
