@@ -20,7 +20,7 @@ from veloxquant.dsa.mlx_pack import pack
 from veloxquant.kernels.native import AFFINE_TOKEN, MAX_DIM, PLAIN, NativeRun
 from veloxquant.math.shrinkage import future_variances
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
-from veloxquant.quantizers.specs.coded import TransformSpec
+from veloxquant.quantizers.specs.coded import PROJECTED, TransformSpec
 
 STEPS = (0.0, 1.596, 0.996, 0.586, 0.335, 0.188, 0.1041, 0.0569, 0.0308)
 """Best uniform step for a unit Gaussian by width (Max 1960)."""
@@ -113,13 +113,15 @@ class TransformCodec(Shared):
         return {**self.encode_fitted(x, fitted), **fitted}
 
     def encode_fitted(self, x: mx.array, fitted: Packed) -> Packed:
-        """Pack (B, H, n, D), n a multiple of the block."""
-        batch, heads, n, _ = x.shape
-        blocks = n // self.spec.block
+        """Pack (B, H, n, D); a row is always at the same place of a block if ends of blocks are."""
+        missing = -x.shape[2] % PROJECTED
+        centred = x.astype(mx.float32) - fitted["mean"]
+        if missing:
+            centred = mx.pad(centred, [(0, 0), (0, 0), (missing, 0), (0, 0)])
+        batch, heads, n, _ = centred.shape
         # Blocks of one size: a product of all rows would round a row by how many come with it.
-        centred = (x.astype(mx.float32) - fitted["mean"]).reshape(
-            batch, heads, blocks, self.spec.block, self.dim
-        )
+        blocks = n // PROJECTED
+        centred = centred.reshape(batch, heads, blocks, PROJECTED, self.dim)
         basis = fitted["basis"].astype(mx.float32)[:, :, None]
         z = centred @ mx.broadcast_to(basis, (batch, heads, blocks, *basis.shape[3:]))
         step, top = fitted["step"], _tops(fitted["bits"])
@@ -131,7 +133,7 @@ class TransformCodec(Shared):
             codes, mx.broadcast_to(component, (batch, heads, n, self.lanes)), axis=-1
         )
         lanes = (spread >> shift.astype(mx.uint8)) & used.astype(mx.uint8)
-        return {"w": pack(lanes, 1)}
+        return {"w": pack(lanes, 1)[:, :, missing:]}
 
     def _codes(self, packed: Packed) -> mx.array:
         """Codes (B, H, T, R) uint32 out of the stream."""

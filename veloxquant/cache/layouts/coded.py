@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
-from veloxquant.cache.plans import After, LayerPlan, StreamPlan, WholeBlocks
+from veloxquant.cache.plans import Absolute, After, LayerPlan, StreamPlan, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 from veloxquant.quantizers.specs.coded import (
+    PROJECTED,
     ChunkSpec,
     CorrectedSpec,
     SymmetricSpec,
@@ -53,9 +54,10 @@ def gear_plan(config: KVCacheConfig) -> LayerPlan:
 
 
 def kvtc_plan(config: KVCacheConfig) -> LayerPlan:
-    """Exact until the basis is fitted, then whole blocks of components behind exact sinks."""
+    """Exact until the basis is fitted, then components of whole blocks behind exact sinks."""
     spec = TransformSpec(config.kvtc_bit_budget, tuple(config.kvtc_bit_choices), config.kvtc_beta)
-    stream = StreamPlan(spec, After(spec.fit_tokens, WholeBlocks(spec.block)), KVTC_SINKS)
+    blocks = Absolute(KVTC_SINKS, WholeBlocks(PROJECTED))
+    stream = StreamPlan(spec, After(spec.fit_tokens + PROJECTED, blocks), KVTC_SINKS)
     return LayerPlan(stream, stream)
 
 

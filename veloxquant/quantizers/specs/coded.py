@@ -65,6 +65,10 @@ class CorrectedSpec(CodecSpec):
         return f"{self.base.describe()} corrected"
 
 
+PROJECTED = 64
+"""Rows that are projected in one product, so that a row never depends on how many come with it."""
+
+
 @dataclass(frozen=True)
 class TransformSpec(CodecSpec):
     """Principal components at widths of their own: `budget` bits a token, dropped ones for free.
@@ -80,11 +84,6 @@ class TransformSpec(CodecSpec):
     name = "transform"
     codec = "veloxquant.quantizers.transform:TransformCodec"
     token_local = False
-
-    @property
-    def block(self) -> int:
-        """Tokens that are projected at once."""
-        return 64
 
     @property
     def fit_tokens(self) -> int:
