@@ -99,6 +99,21 @@ class Below:
 
 
 @dataclass(frozen=True)
+class Absolute:
+    """As another schedule counted from the first token on, `sinks` before the first one here.
+
+    Steps then end at round numbers of tokens. For codecs that take any number of tokens.
+    """
+
+    sinks: int
+    then: Schedule
+
+    def frontier(self, tokens: int) -> int:
+        """What the other schedule says of all tokens, less the sinks."""
+        return max(0, self.then.frontier(tokens + self.sinks) - self.sinks)
+
+
+@dataclass(frozen=True)
 class StreamPlan:
     """Layout of keys or of values: `n_sink` exact tokens, body in `spec`, exact window."""
 

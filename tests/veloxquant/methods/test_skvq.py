@@ -25,7 +25,7 @@ def test_both_ends_are_the_input(total: int) -> None:
     feed(cache, tokens, 50)
     cache.commit()
     packed = cache.quantized_tokens
-    assert packed == (0 if total < N + 2 * W else (total - N - W) // 32 * 32)
+    assert packed == (0 if total < N + 2 * W + 32 else (total - W) // 32 * 32 - N)
     for got, true in zip(held_rows(cache), tokens[1:], strict=True):
         assert same(got[:, :, :N], true[:, :, :N])
         assert same(got[:, :, N + packed :], true[:, :, N + packed :])

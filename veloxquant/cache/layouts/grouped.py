@@ -2,6 +2,7 @@
 
 from veloxquant.cache.layouts.base import SizeOf, sizes_of, width
 from veloxquant.cache.plans import (
+    Absolute,
     After,
     LayerPlan,
     Schedule,
@@ -52,10 +53,13 @@ def kvquant_plan(config: KVCacheConfig) -> LayerPlan:
     fit = max(group, KVQUANT_FIT)
     sweeps, share = config.kvquant_lloyd_iters, config.kvquant_outlier_fraction
     common = (config.kvquant_bits, sweeps, share, fit, refit)
-    schedule = WholeBlocks(refit) if refit else After(fit, WholeBlocks(WINDOW_STEP))
+    sinks = config.kvquant_n_sink
+    schedule: Schedule = WholeBlocks(refit)
+    if not refit:
+        schedule = After(fit + WINDOW_STEP, Absolute(sinks, WholeBlocks(WINDOW_STEP)))
     return LayerPlan(
-        StreamPlan(NuqChannelSpec(*common), schedule, config.kvquant_n_sink),
-        StreamPlan(NuqTokenSpec(*common, group), schedule, config.kvquant_n_sink),
+        StreamPlan(NuqChannelSpec(*common), schedule, sinks),
+        StreamPlan(NuqTokenSpec(*common, group), schedule, sinks),
     )
 
 
@@ -68,9 +72,9 @@ def skvq_plan(config: KVCacheConfig) -> LayerPlan:
             bits, config.skvq_group_size, fit, config.skvq_reorder, config.skvq_clip_search,
             config.skvq_clip_alpha,
         )  # fmt: skip
-        return StreamPlan(
-            spec, After(window + spec.fit_tokens, Trailing(window)), config.skvq_n_sink
-        )
+        leaving = Absolute(config.skvq_n_sink, Trailing(window))
+        first = window + spec.fit_tokens + WINDOW_STEP
+        return StreamPlan(spec, After(first, leaving), config.skvq_n_sink)
 
     return LayerPlan(stream(config.skvq_bits_key), stream(config.skvq_bits_value))
 
