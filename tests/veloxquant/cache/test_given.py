@@ -69,3 +69,12 @@ def test_constants_of_other_heads_are_refused(method: str) -> None:
 def test_a_short_text_is_refused(method: str) -> None:
     with pytest.raises(QuantizerConfigError, match="too short"):
         fit(method, random_tokens(40, seed=4))
+
+
+def test_damaged_orders_are_refused() -> None:
+    """An order is used as an index, and nothing behind this looks."""
+    tokens = random_tokens(600, seed=1)
+    found = fit("skvq", tokens)
+    bad = found | {"key_order": mx.full(found["key_order"].shape, 200, dtype=mx.uint8)}
+    with pytest.raises(QuantizerConfigError, match="'order' points to a place over 64"):
+        made("skvq", bad, tokens)
