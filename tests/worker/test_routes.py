@@ -205,7 +205,7 @@ async def test_models_health_and_metrics(bench: Any, client: TestClient) -> None
     assert (await client.get("/healthz")).status == 200
     assert (await client.get("/readyz")).status == 200
     assert (await (await client.get("/version")).json())["version"]
-    await post(client, TEXT, prompt="x", max_tokens=3)
+    await post(client, TEXT, prompt="x", max_tokens=3, temperature=0)
     text = await (await client.get("/metrics")).text()
     lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
     assert all(name.startswith("veloxquant_") for name in lines)
