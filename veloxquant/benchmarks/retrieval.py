@@ -66,7 +66,7 @@ class Size:
 FULL = (
     Size(1025, 12, 1, 64, (0.5, 0.25)),
     # The noise of keyformer alone, a number for each pair of tokens and head, takes many minutes.
-    Size(4097, 8, 1, 48, (0.25,), without=("keyformer", "random, always")),
+    Size(4097, 6, 1, 32, (0.25,), without=("keyformer", "random, always")),
 )
 """Whole chunks and one token: what is left of a chunk would be scored again for every question."""
 QUICK = (Size(513, 4, 1, 16, (0.25,)),)
