@@ -17,12 +17,12 @@ import mlx.core as mx
 import numpy as np
 
 PLAIN, AFFINE_TOKEN, AFFINE_CHANNEL, CODEBOOK, VECTOR, SPARSE, POLAR = range(7)
-FORMS = 3
+FORMS = 4
 """Version of the forms that the compiled library must have: `VQ_FORMS` in its sources."""
 MAX_ROWS = 64
 MAX_DIM = 512
 POLYNOMIAL_BITS = 4
-_TYPES = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2}
+_TYPES = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 2, mx.int8: 3}
 _PTR = ctypes.c_void_p
 
 
@@ -100,7 +100,8 @@ class NativeRun(NamedTuple):
       (B, H, T, width/32) turns channels whose bit is 0.
     - POLAR: signs and angle codes of a binary tree, `book` (width - 1, 2^bits, 2) fp32 sines and
       cosines, times `scale`.
-    - SPARSE: `width` slots, `data` uint8 or uint16 channels (past the end: empty), `scale` values.
+    - SPARSE: `width` slots, `data` uint8 or uint16 channels (past the end: empty), `scale` values,
+      int8 ones too.
 
     `basis` is the map
     that queries and outputs of this run are in, None for the model's own; `dim` counts its channels

@@ -13,8 +13,8 @@
 #define ONCE static __attribute__((noinline)) /* what would be compiled at every call otherwise */
 
 enum { PLAIN = 0, AFFINE_TOKEN = 1, AFFINE_CHANNEL = 2, CODEBOOK = 3, VECTOR = 4, SPARSE = 5, POLAR = 6 };
-#define VQ_FORMS 3 /* goes up when a run may look otherwise than before */
-enum { F32 = 0, F16 = 1, BF16 = 2 };
+#define VQ_FORMS 4 /* goes up when a run may look otherwise than before */
+enum { F32 = 0, F16 = 1, BF16 = 2, I8 = 3 }; /* I8: values of SPARSE only */
 enum { BLOCK = 128, MAX_DIM = 512, MAX_ROWS = 64, POLYNOMIAL_BITS = 4 };
 
 /* One run of tokens. Strides are in elements of the array they belong to. */

@@ -45,6 +45,7 @@ INLINE float half_to_float(uint16_t h) {
 INLINE float load_one(const void *p, int type, int64_t i) {
     if (type == F32) return ((const float *)p)[i];
     if (type == F16) return half_to_float(((const uint16_t *)p)[i]);
+    if (type == I8) return ((const int8_t *)p)[i];
     uint32_t bits = (uint32_t)((const uint16_t *)p)[i] << 16;
     float f;
     memcpy(&f, &bits, 4);

@@ -105,11 +105,15 @@ class ExactRows(LayerCache):
         return n
 
     def is_trimmable(self) -> bool:
-        """Until the first eviction; one that is due happens now."""
+        """Until the first eviction; one that is due happens now.
+
+        Not while empty: that is when speculative decoding asks, which goes on without rewinding
+        where that is refused later, to wrong tokens.
+        """
         self.commit()
         # What was given up lives on until it is computed what stays.
         mx.eval(self._unevaluated)
-        return self.evicted == 0
+        return self.evicted == 0 and self.offset > 0
 
     # ---- counters of the documents ------------------------------------------------------
 

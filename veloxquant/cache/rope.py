@@ -27,3 +27,17 @@ def turn_rows(rope: Any, keys: mx.array, by: mx.array) -> mx.array:
     """Keys (B, H, n, D), each turned by its own number of positions (B, H, n) int32."""
     shape = keys.shape
     return rope(keys.reshape(-1, 1, 1, shape[-1]), offset=by.reshape(-1)).reshape(shape)
+
+
+def turned_back(
+    rope: Any, keys: mx.array, first: int, positions: mx.array | None = None
+) -> mx.array:
+    """Keys (B, H, n, D) as they were before their position was encoded.
+
+    They are at positions `first` and on, or at `positions` (n,) int32.
+    """
+    if positions is not None:
+        return turn_rows(rope, keys, mx.broadcast_to(-positions, keys.shape[:3]))
+    # In reverse order the positions from -last on are each key's own, negated.
+    last = first + keys.shape[2] - 1
+    return rope(keys[:, :, ::-1], offset=-last)[:, :, ::-1]

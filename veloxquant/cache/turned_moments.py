@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from veloxquant.cache.rope import shift_positions, turn_rows
+from veloxquant.cache.rope import shift_positions, turned_back
 from veloxquant.quantizers.transform import Moments
 
 CONTEXT = 8_192
@@ -31,7 +31,8 @@ class TurnedMoments:
 
     def __call__(self, x: mx.array) -> Moments:
         """Moments of keys like (B, H, n, D) at these positions."""
-        still = np.array(self._turned_back(x.astype(mx.float32)), dtype=np.float64)
+        rows = turned_back(self.rope, x.astype(mx.float32), self.first, self.positions)
+        still = np.array(rows, dtype=np.float64)
         mean = still.mean(axis=2, keepdims=True)
         away = still - mean
         covariance = away.swapaxes(-1, -2) @ away / still.shape[2]
@@ -44,14 +45,6 @@ class TurnedMoments:
         places = places - centre
         drift = places.swapaxes(-1, -2) @ places
         return Moments(centre, (total + drift) / PLACES, None)
-
-    def _turned_back(self, x: mx.array) -> mx.array:
-        """Keys as they were before their position was encoded."""
-        if self.positions is not None:
-            return turn_rows(self.rope, x, mx.broadcast_to(-self.positions, x.shape[:3]))
-        # In reverse order the positions from -last on are each key's own, negated.
-        last = self.first + x.shape[2] - 1
-        return self.rope(x[:, :, ::-1], offset=-last)[:, :, ::-1]
 
     def _turns(self, dim: int) -> list[np.ndarray]:
         """Rotations (D, D) of row vectors to positions all over the context."""

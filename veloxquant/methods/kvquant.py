@@ -4,22 +4,32 @@ Keys are normalised by channel, values by token and group, and coded with a few 
 them; the largest entries of each token are kept exactly beside the codes. Ranges of key channels
 and levels are fitted once to the first tokens behind the sinks, or with `kvquant_refit_interval`
 to every block of that many tokens, which then waits in full precision until it is complete.
-Without an interval they may come from a text of calibration instead.
+Without an interval they may come from a text of calibration instead; either way they are made for
+keys all over the context where the layer's rotation is known, since a frozen range of rotated keys
+suits its own positions only.
 Source: Hooper et al., KVQuant, 2024, arXiv 2401.18079. Differs: keys are coded after position
 encoding, as the cache receives them; levels are fitted online to each head and entries weigh the
 same; tokens are coded 32 at a time, which costs less time than one by one and leaves up to 31 of
 them exact; a token outside the fitted ranges starts no new table.
 """
 
+from typing import cast
+
 import mlx.core as mx
 
 from veloxquant.cache.composed import ComposedCache
 from veloxquant.cache.context import LayerContext, LayerSample
-from veloxquant.cache.given import fit_sides, given_codecs
+from veloxquant.cache.given import fit_sides, given_codecs, kept_tokens
 from veloxquant.cache.layouts.grouped import kvquant_plan
+from veloxquant.cache.rope import shiftable
 from veloxquant.cache.stream import Stream
+from veloxquant.cache.turned_rows import TurnedRows
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.quantizers.base import Codec
+from veloxquant.quantizers.fitted import fit_side
+from veloxquant.quantizers.nuq import NuqChannelCodec
 from veloxquant.quantizers.sizes import LayerShape
+from veloxquant.quantizers.specs.nuq import NuqChannelSpec
 
 
 class KVQuantKVCache(ComposedCache):
@@ -28,9 +38,13 @@ class KVQuantKVCache(ComposedCache):
     def __init__(self, config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> None:
         plan = kvquant_plan(config)
         codecs = given_codecs(plan, shape, context)
-        super().__init__(plan, shape, config.method, codecs)
         self.calibrated = any(codecs)
         """Whether ranges and levels come from a text of calibration."""
+        if not self.calibrated and shiftable(context.rope):
+            spec = cast(NuqChannelSpec, plan.keys.spec)
+            seen = TurnedRows(context.rope, plan.keys.n_sink)
+            codecs = cast(Codec, NuqChannelCodec(shape.k_dim, spec, seen=seen)), None
+        super().__init__(plan, shape, config.method, codecs)
         self.nuq_bits = config.kvquant_bits
         """Bits of a code."""
         self.outlier_fraction = config.kvquant_outlier_fraction
@@ -89,4 +103,13 @@ FIT_FIELDS = (
 
 def fit(config: KVCacheConfig, sample: LayerSample) -> dict[str, mx.array]:
     """Ranges and levels of one layer, from what it saw of a text behind the sinks."""
-    return fit_sides(kvquant_plan(config), sample)
+    plan = kvquant_plan(config)
+    if not shiftable(sample.rope):
+        return fit_sides(plan, sample)
+    kept = kept_tokens(plan.keys, sample)
+    places = mx.take(sample.positions, kept)
+    seen = TurnedRows(sample.rope, plan.keys.n_sink, places, guard=1.0)
+    keys, values = (mx.take(rows, kept, axis=1) for rows in (sample.keys, sample.values))
+    return fit_side(plan.keys.spec, "key", seen(keys[None])[0]) | fit_side(
+        plan.values.spec, "value", values
+    )

@@ -7,6 +7,7 @@ Source: KVQuant (arXiv 2401.18079), sections 3.1 to 3.5. Differs: levels and ran
 the first tokens of each head, and outliers counted by token, so that rows can be cut anywhere.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -247,10 +248,26 @@ class _Groups:
 
 
 class NuqChannelCodec(_NuqCodec):
-    """Keys: `off` and `rng` (B, H, tables, D), middle and half range of each channel."""
+    """Keys: `off` and `rng` (B, H, tables, D), middle and half range of each channel.
+
+    `seen` turns the first rows into those that the only table should suit.
+    """
 
     spec: NuqChannelSpec
     constants = ("off", "rng", "levels")
+
+    def __init__(
+        self, dim: int, spec: NuqChannelSpec, given: Packed | None = None,
+        seen: Callable[[mx.array], mx.array] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, spec, given)
+        self.seen = seen
+
+    def fit(self, x: mx.array) -> Packed:
+        """The table for rows (B, H, n, D), fitted to what `seen` makes of them."""
+        if self.given or self.seen is None:
+            return super().fit(x)
+        return self._learn(self.seen(x).astype(mx.float32)[:, :, None], x.dtype)
 
     def _learn(self, x: mx.array, dtype: mx.Dtype) -> Packed:
         away = mx.abs(x - _median(x))

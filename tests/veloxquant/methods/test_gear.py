@@ -96,8 +96,8 @@ def test_full_rank_gives_the_rows_back() -> None:
     tokens = structured(128, 64)
     cache = filled(tokens, gear_rank=64)
     for got, true in zip(held_rows(cache), tokens[1:], strict=True):
-        # 64 factors of 8 bits add their rounding up.
-        assert worst(got, true) <= 2e-3 * mx.abs(true).max().item()
+        # 64 factors of 8 bits on both sides add their rounding up.
+        assert worst(got, true) <= 3e-3 * mx.abs(true).max().item()
     assert cache.error_recovery_ratio == pytest.approx(1, abs=5e-4)
 
 

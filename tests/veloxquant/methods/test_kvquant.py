@@ -1,13 +1,27 @@
 """kvquant: exact sinks, one fit for any chunking, tables by block, bytes of the formula."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from cache_lab import feed, held_rows, new_cache, random_tokens, same, same_state, shape_of, worst
+from cache_lab import (
+    Tokens,
+    feed,
+    held_rows,
+    new_cache,
+    random_tokens,
+    same,
+    same_state,
+    shape_of,
+    worst,
+)
 
+from veloxquant.cache.builder import build_layer
+from veloxquant.cache.context import LayerContext, LayerSample
 from veloxquant.cache.table import held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import KVQuantOptions
 from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.methods.kvquant import fit
 from veloxquant.quantizers.sizes import LayerShape
 
 
@@ -136,3 +150,42 @@ def test_the_kernel_reads_levels_and_slots(bits: int, share: float) -> None:
 
 def test_blocks_with_tables_of_their_own_are_read_by_array_operations() -> None:
     check_kernel(random_tokens(300, seed=9), kvquant_refit_interval=64)
+
+
+def turned(n: int, rope: nn.RoPE) -> Tokens:
+    """Keys with a mean of their own for each channel, rotated as in a model."""
+    tokens = random_tokens(n, seed=20)
+    mean = 3 * mx.random.normal((1, 2, 1, 64), key=mx.random.key(21))
+    return tokens._replace(keys=rope(tokens.keys + mean))
+
+
+def test_ranges_of_the_first_keys_hold_at_later_positions() -> None:
+    rope = nn.RoPE(64)
+    tokens = turned(2000, rope)
+    lost = {}
+    for name, known in (("known", rope), ("unknown", None)):
+        context = LayerContext(views=True, rope=known)
+        cache = build_layer(config_of(kvquant_bits=4), shape_of(tokens), context)
+        feed(cache, tokens, 500)
+        cache.commit()
+        lost[name] = mx.square(held_rows(cache)[0] - tokens.keys)[:, :, 1000:].mean().item()
+    assert lost["known"] < 0.25 * lost["unknown"]
+
+
+def test_a_calibration_is_made_for_all_positions() -> None:
+    rope = nn.RoPE(64)
+    tokens = turned(2000, rope)
+    sample = LayerSample(
+        0, 1, shape_of(tokens), tokens.keys[0, :, :256], tokens.values[0, :, :256], None,
+        mx.arange(256), rope,
+    )  # fmt: skip
+    lost = {}
+    for name, known in (("known", rope), ("unknown", None)):
+        found = fit(config_of(kvquant_bits=4), sample._replace(rope=known))
+        context = LayerContext(views=True, rope=rope, artifacts=found)
+        cache = build_layer(config_of(kvquant_bits=4), shape_of(tokens), context)
+        assert cache.calibrated
+        feed(cache, tokens, 500)
+        cache.commit()
+        lost[name] = mx.square(held_rows(cache)[0] - tokens.keys)[:, :, 1000:].mean().item()
+    assert lost["known"] < 0.5 * lost["unknown"]

@@ -54,7 +54,7 @@ class CorrectedSpec(CodecSpec):
     def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
         """Bytes of a store with capacity for `tokens`, a multiple of the block."""
         blocks, rank = tokens // self.block_tokens, self.rank_for(dim)
-        out = self.base.nbytes(tokens, dim, itemsize) + rank * itemsize * tokens
+        out = self.base.nbytes(tokens, dim, itemsize) + rank * tokens
         if rank:
             out += (rank * (dim + SCALE_BYTES) + ENERGY_BYTES) * blocks
         index = 1 if dim <= 256 else 2
