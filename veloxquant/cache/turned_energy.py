@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant.cache.joined_heads import joined, parted
+from veloxquant.cache.rope import turned_back
 from veloxquant.cache.turned_moments import PLACES, TurnedMoments
 
 
@@ -18,7 +19,8 @@ class TurnedEnergy(TurnedMoments):
 
     def energy(self, x: mx.array) -> np.ndarray:
         """Second moments (B, G, D, D) over a context, of keys (B, G, n, D) at `first` and on."""
-        heads = self._turned_back(parted(x.astype(mx.float32), self.size))
+        rows = parted(x.astype(mx.float32), self.size)
+        heads = turned_back(self.rope, rows, self.first, self.positions)
         still = np.array(joined(heads, self.size), dtype=np.float64)
         moments = still.swapaxes(-1, -2) @ still / still.shape[2]
         batch, groups, wide, _ = moments.shape
