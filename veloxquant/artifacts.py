@@ -25,9 +25,7 @@ from veloxquant.core.abstractions import ArtifactStore
 from veloxquant.core.exceptions import ArtifactNotFoundError, CodebookDimensionMismatch
 from veloxquant.math.rotation import make_jl_matrix, make_rotation_matrix
 
-__path__ = []  # the documents have a package here: see veloxquant.documented
-
-__path__ = []  # the documented submodules are names of this one
+__path__ = []  # the documented submodules are names of this one: see veloxquant.documented
 __all__ = [
     "ArtifactStore",
     "Calibration",

@@ -15,9 +15,7 @@ from veloxquant.core.context import QuantizationContext, TransformResult
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.preconditioners import QJLEncoder, as_fp32
 
-__path__ = []  # the documents have a package here: see veloxquant.documented
-
-__path__ = []  # the documented submodules are names of this one
+__path__ = []  # the documented submodules are names of this one: see veloxquant.documented
 __all__ = [
     "BitPackingHandler",
     "NormalizationHandler",

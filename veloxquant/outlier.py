@@ -8,9 +8,7 @@ import numpy as np
 from veloxquant.core.constants import DEFAULT_N_CALIB_TOKENS, DEFAULT_N_OUTLIER_CHANNELS
 from veloxquant.core.exceptions import QuantizerConfigError
 
-__path__ = []  # the documents have a package here: see veloxquant.documented
-
-__path__ = []  # the documented submodule is a name of this one
+__path__ = []  # the documented submodule is a name of this one: see veloxquant.documented
 __all__ = ["OutlierDetector"]
 
 

@@ -16,9 +16,7 @@ from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.core.registry import PreconditionerRegistry
 from veloxquant.math.rotation import is_hadamard_compatible, make_hadamard_diagonal
 
-__path__ = []  # the documents have a package here: see veloxquant.documented
-
-__path__ = []  # the documented submodules are names of this one
+__path__ = []  # the documented submodules are names of this one: see veloxquant.documented
 __all__ = [
     "HadamardPreconditioner",
     "JLSketchPreconditioner",

@@ -14,9 +14,7 @@ from veloxquant.core.context import TransformResult
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.preconditioners import as_fp32
 
-__path__ = []  # the documents have a package here: see veloxquant.documented
-
-__path__ = []  # the documented submodules are names of this one
+__path__ = []  # the documented submodules are names of this one: see veloxquant.documented
 __all__ = ["RecursivePolarTransform", "Transform"]
 
 
