@@ -42,6 +42,12 @@ def _methods(wanted: Wanted) -> Any:
     return methods.run(quick=wanted.quick, methods=wanted.methods, report=_say)
 
 
+def _evicting(wanted: Wanted) -> Any:
+    from veloxquant.benchmarks import evicting
+
+    return evicting.run(quick=wanted.quick, report=_say)
+
+
 def _speed(wanted: Wanted) -> Any:
     from veloxquant.benchmarks import speed
 
@@ -73,6 +79,7 @@ PARTS: dict[str, Callable[[Wanted], Any]] = {
     "pool": _pool,
     "speed": _speed,
     "methods": _methods,
+    "evicting": _evicting,
     "prefill": _prefill,
     "worker": _worker,
     "quality": _quality,

@@ -211,6 +211,44 @@ def methods(result: dict[str, Any]) -> str:
     return text
 
 
+def evicting(result: dict[str, Any]) -> str:
+    """Every method that gives up tokens: decode step, prompt."""
+    size = result["size"]
+    steps = {(r["name"], r["tokens"], r["budget"]): r for r in result["decode"]}
+    rows = []
+    for prompt in result["prompts"]:
+        whole, first, last = (
+            steps[prompt["name"], n, budget]
+            for n, budget in (
+                (size["long"], size["long"]), (size["short"], size["budget"]),
+                (size["long"], size["budget"]),
+            )
+        )  # fmt: skip
+        rows.append(
+            (
+                prompt["name"], f"{whole['milliseconds']:.2f}", f"{whole['of_dense']:.2f}",
+                f"{first['milliseconds']:.2f}", f"{last['milliseconds']:.2f}",
+                f"{last['of_dense']:.2f}", f"{prompt['judged'] / 1e3:.2f}",
+                f"{prompt['dense'] / 1e3:.2f}",
+            )
+        )  # fmt: skip
+    table = _table(
+        (
+            "method", f"step, all {size['long']} rows, ms", "of dense",
+            f"step, {size['budget']} rows after {size['short']} tokens, ms",
+            f"after {size['long']}, ms", "of dense", "prompt, s", "of dense, s",
+        ),
+        rows,
+    )  # fmt: skip
+    return (
+        f"One layer, {size['heads']}, exact rows. Steps take turns with the dense cache of "
+        f"{size['long']} tokens: with a budget of all of them, so that nothing is saved, and with "
+        f"one of {size['budget']} rows. Ratios and seconds are medians by processor time on a CPU. "
+        f"A prompt is {size['prompt']} tokens with attention in chunks of 512 into an empty cache "
+        f"of the small budget.\n\n{table}\n\nTargets:\n\n{_asked(result['targets'])}"
+    )
+
+
 def prefill(result: dict[str, Any]) -> str:
     """Attention of prompts over packed history, and the encoders."""
     rows = _table(
@@ -269,6 +307,7 @@ TITLES = {
     "retrieval": ("Retrieval", retrieval),
     "speed": ("Decode attention of one layer", speed),
     "methods": ("Quantising methods", methods),
+    "evicting": ("Evicting methods", evicting),
     "prefill": ("Prompt attention and encoders", prefill),
     "worker": ("Decode of the whole model", serving),
     "pool": ("Block pool", pool),
