@@ -121,6 +121,10 @@ def test_matrices_out_of_range_are_refused(run: Run, tmp_path: Path) -> None:
     code, _, err = run("precompute", "--head_dim", "16", "--bits", "9", *folder)
     assert code == exit_codes.USAGE
     assert "1 to 8 bits" in err
+    for words in (("--seed", "-1"), ("--head_dim", "100000000000"), ("--jl_dim", "100000000000")):
+        code, _, err = run("precompute", *words, *folder)
+        assert code == exit_codes.USAGE
+        assert f"{words[0][2:]}={words[1]} is not possible" in err
     assert run("precompute", "--method", "vecinfer", *folder)[0] == exit_codes.USAGE
     assert not (tmp_path / "out").exists()
     blocked = tmp_path / "file"

@@ -27,6 +27,22 @@ def test_precompute_refuses_before_it_writes(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("head_dim", 10**11), ("head_dim", 4097), ("head_dim", 16.0), ("jl_dim", 10**11),
+        ("jl_dim", 0), ("seed", -1), ("seed", 1 << 64), ("seed", 1.5), ("seed", True),
+    ],
+)  # fmt: skip
+def test_numbers_that_make_no_matrix_are_refused_by_name(
+    field: str, value: int, tmp_path: Path
+) -> None:
+    given = {"head_dim": 16, "jl_dim": 16, "seed": 3} | {field: value}
+    with pytest.raises(QuantizerConfigError, match=rf"{field}=.* integer from [01] to \d+$"):
+        precompute(bits=[2], output_dir=str(tmp_path / "a"), **given)
+    assert not (tmp_path / "a").exists()
+
+
 def test_quantizers_are_the_same_with_and_without_the_files(tmp_path: Path) -> None:
     precompute(32, [1, 2, 3], 32, 5, str(tmp_path))
     x = np.random.default_rng(0).standard_normal((9, 32)).astype(np.float32)
