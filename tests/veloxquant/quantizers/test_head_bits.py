@@ -1,8 +1,13 @@
 """Widths by head: planes and tiles against plain formats, planned sizes, statistics, batches."""
 
+import math
+from fractions import Fraction
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from veloxquant.quantizers.adakv import (
     compute_head_attention_entropy,
@@ -13,7 +18,7 @@ from veloxquant.quantizers.adakv import (
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.importance import block_sums, importance_of
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
-from veloxquant.quantizers.specs.head_bits import HeadBitsChannelSpec, HeadBitsTokenSpec
+from veloxquant.quantizers.specs.head_bits import HeadBitsChannelSpec, HeadBitsTokenSpec, TilePlan
 
 G, H, D = 32, 4, 80
 
@@ -126,6 +131,57 @@ def test_planned_tiles_keep_the_mean(heads: int, target: float) -> None:
 def test_uneven_widths_keep_the_mean_as_well(heads: int) -> None:
     plan = codec("keys", 2.5, (1, 4, 6), heads).spec.tiles
     assert plan.after(200) / 200 / heads == pytest.approx(1.5, abs=0.05)
+
+
+def planned_block_by_block(
+    rate: Fraction, heads: int, units: tuple[int, int], blocks: int
+) -> list[int]:
+    """The definition of a plan, walked through."""
+    middle, most = units
+    sums = {i * middle + j * most for i in range(heads + 1) for j in range(heads + 1 - i)}
+    after = [0]
+    for n in range(1, blocks + 1):
+        room = math.floor(rate * n) - after[-1]
+        after.append(after[-1] + max(s for s in sums if s <= room))
+    return after
+
+
+@given(
+    st.lists(st.integers(1, 8), min_size=3, max_size=3, unique=True).map(sorted),
+    st.floats(0, 1),
+    st.integers(1, 9),
+    st.sampled_from([7, 10, 100, 10_000]),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_plan_is_its_definition_at_any_length(
+    choices: list[int], share: float, heads: int, digits: int
+) -> None:
+    low, middle, high = choices
+    unit = math.gcd(middle - low, high - low)
+    units = (middle - low) // unit, (high - low) // unit
+    rate = Fraction((high - low) * share).limit_denominator(digits) * heads / unit
+    plan = TilePlan(rate, heads, units)
+    walked = planned_block_by_block(rate, heads, units, 300)
+    assert [plan.after(n) for n in range(301)] == walked
+
+
+def test_a_plan_repeats_as_its_definition_does() -> None:
+    """Past several periods, of numbers that heads cannot make and rates of long fractions."""
+    for rate, heads, units in (
+        (Fraction(7, 3), 2, (3, 5)), (Fraction(1999, 1000), 1, (2, 7)),
+        (Fraction(97, 31), 3, (2, 7)),
+        (Fraction(0), 4, (1, 2)), (Fraction(8), 4, (1, 2)), (Fraction(9), 4, (1, 2)),
+    ):  # fmt: skip
+        plan = TilePlan(rate, heads, units)
+        walked = planned_block_by_block(rate, heads, units, 9_000)
+        assert [plan.after(n) for n in range(9_001)] == walked
+
+
+def test_a_long_context_is_planned_without_its_blocks() -> None:
+    spec = codec("keys", 2.3337, (1, 3, 8), 7).spec
+    blocks = 10**12
+    assert spec.tiles.after(blocks) <= spec.tiles.rate * blocks < spec.tiles.after(blocks) + 7
+    assert len(spec.tiles._after) < 200_000
 
 
 def test_bytes_are_those_of_the_arrays() -> None:

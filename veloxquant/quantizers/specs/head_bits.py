@@ -1,7 +1,7 @@
 """Affine groups whose width differs by head and block, in planes of exactly planned size."""
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
@@ -20,25 +20,37 @@ class TilePlan:
     """How many tiles the first blocks of a layer take, whatever their heads look like.
 
     Every block gets the most tiles, in numbers that the heads can take, that keep the mean of all
-    blocks up to it at `rate`.
+    blocks up to it at `rate`. What a block leaves over goes to the next one, and decides all that
+    follow. It is a multiple of the rate's smallest part and below the widest step between numbers,
+    so it comes again, and from there on the plan repeats: any length is planned from one period.
     """
 
     def __init__(self, rate: Fraction, heads: int, units: tuple[int, int]) -> None:
+        assert rate >= 0, f"{rate} tiles a block"
         self.rate = rate
         middle, most = units
-        sums: Iterable[int] = {
-            i * middle + j * most for i in range(heads + 1) for j in range(heads + 1 - i)
-        }
-        self._sums = sorted(sums)
-        self._after = [0]
+        sums = sorted(
+            {i * middle + j * most for i in range(heads + 1) for j in range(heads + 1 - i)}
+        )
+        # In parts of the rate; more than every head's most is never taken.
+        parts = rate.denominator
+        added = min(rate.numerator, sums[-1] * parts)
+        self._after, left = [0], 0
+        first_with: dict[int, int] = {}
+        while left not in first_with:
+            first_with[left] = len(self._after) - 1
+            room = left + added
+            taken = sums[bisect_right(sums, room // parts) - 1]
+            self._after.append(self._after[-1] + taken)
+            left = room - taken * parts
+        self._start = first_with[left]
+        self._period = len(self._after) - 1 - self._start
+        self._tiles = self._after[-1] - self._after[self._start]
 
     def after(self, blocks: int) -> int:
         """Tiles of the first `blocks` blocks."""
-        while len(self._after) <= blocks:
-            done = self._after[-1]
-            room = math.floor(self.rate * len(self._after)) - done
-            self._after.append(done + max(n for n in self._sums if n <= room))
-        return self._after[blocks]
+        rounds, rest = divmod(max(0, blocks - self._start), self._period)
+        return self._after[min(blocks, self._start) + rest] + rounds * self._tiles
 
 
 @lru_cache(maxsize=64)
