@@ -113,6 +113,17 @@ def test_started_without_a_terminal_it_leaves_with_a_sentence():
     assert "vq up" in done.stderr
 
 
+def test_every_theme_of_the_settings_is_one_of_the_panel():
+    from textual.app import App
+
+    from veloxquant.config.settings import SETTINGS
+    from veloxquant.panel import theme
+
+    app = App()
+    app.register_theme(theme.VELOX)
+    assert set(SETTINGS["look.theme"].choices) == {"auto", *app.available_themes}
+
+
 def test_the_look_keeps_its_origin(monkeypatch):
     from veloxquant.config.settings import load_settings
     from veloxquant.panel import __main__, theme

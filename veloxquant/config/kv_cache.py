@@ -15,6 +15,9 @@ from typing import Any, Literal, get_args
 
 from veloxquant.config import options as method_options
 from veloxquant.config.field_names import naming_unknown_fields
+from veloxquant.config.method_names import BASELINE as BASELINE
+from veloxquant.config.method_names import METHOD_NAMES as METHOD_NAMES
+from veloxquant.config.method_names import MethodName as MethodName
 from veloxquant.config.options import (
     A2ATSOptions,
     AdaKVOptions,
@@ -56,16 +59,6 @@ from veloxquant.config.options import (
 )
 from veloxquant.core.exceptions import QuantizerConfigError
 
-MethodName = Literal[
-    "turboquant_prod", "turboquant_mse", "turboquant_rvq", "polar", "qjl", "vecinfer", "spectral",
-    "kivi", "kivi_sink", "svdq", "kitty", "adakv", "xquant", "kvquant", "palu", "cachegen",
-    "minicache", "gear", "zipcache", "snapkv", "streaming_llm", "h2o", "tova", "pyramidkv",
-    "squeeze", "chunkkv", "cam", "xkv", "nsnquant", "knorm", "skvq", "qfilters", "keyformer",
-    "morphkv", "kvzip", "kvtc", "curdkv", "nestedkv", "amc", "a2ats", "anchorkv", "rocketkv",
-    "age_tiered",
-]  # fmt: skip
-METHOD_NAMES: tuple[str, ...] = get_args(MethodName)
-BASELINE = "fp16"
 EvictionStorage = Literal[
     "exact", "affine8", "affine4", "affine2", "turboquant4", "turboquant3", "turboquant2"
 ]

@@ -6,19 +6,32 @@ read is renamed, never overwritten.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from veloxquant.config.files import set_aside, write_atomically
 from veloxquant.config.folders import folders
+from veloxquant.config.method_names import BASELINE, METHOD_NAMES
 
 Origin = Literal["flag", "environment", "config file", "default"]
 BOOLEANS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
+AUTO = "auto"
+THEMES = (
+    AUTO, "velox", "ansi-dark", "ansi-light", "atom-one-dark", "atom-one-light",
+    "catppuccin-frappe", "catppuccin-latte", "catppuccin-macchiato", "catppuccin-mocha", "dracula",
+    "flexoki", "gruvbox", "monokai", "nord", "rose-pine", "rose-pine-dawn", "rose-pine-moon",
+    "solarized-dark", "solarized-light", "textual-dark", "textual-light", "tokyo-night",
+)  # fmt: skip
+"""Ours and those of Textual, which is not imported to check a name."""
+_MOST_TOKENS = (1 << 40) - 1
+_MOST_BYTES = (1 << 60) - 1
+"""As the flags of the command line take them."""
+_MANY = 8
 
 
 class SettingError(ValueError):
@@ -50,19 +63,22 @@ SETTINGS: dict[str, Setting] = {
         Setting("server.host", str, "127.0.0.1", "address to listen on"),
         Setting("server.port", int, 8000, "port to listen on", low=1, high=65535),
         Setting("server.api_key", bool, False, "demand an API key"),
-        Setting("server.method", str, "turboquant_rvq", "method that is used when none is named"),
-        Setting("server.context", int, 8192, "context length in tokens", low=16),
+        Setting("server.method", str, "turboquant_rvq", "method that is used when none is named",
+                (AUTO, BASELINE, *METHOD_NAMES)),
+        Setting("server.context", int, 8192, "context length in tokens", low=16,
+                high=_MOST_TOKENS),
         Setting("server.batch", int, 8, "answers at the same time", low=1, high=256),
-        Setting("server.max_tokens", int, 512, "default length of an answer", low=1),
+        Setting("server.max_tokens", int, 512, "default length of an answer", low=1,
+                high=_MOST_TOKENS),
         Setting("server.openblas", bool, True, "load OpenBLAS on Linux when it is installed"),
         Setting("memory.keep_free", int, None, "bytes left to the system; empty: one eighth",
-                low=0, optional=True),
+                low=0, high=_MOST_BYTES, optional=True),
         Setting("memory.guard", str, "ask", "when the estimate says it does not fit",
                 ("ask", "refuse", "off")),
         Setting("models.folders", list, [], "more folders to look for models in"),
         Setting("logs.level", str, "info", "least level to show",
                 ("debug", "info", "warning", "error")),
-        Setting("look.theme", str, "auto", "colours of the panel"),
+        Setting("look.theme", str, "auto", "colours of the panel", THEMES),
         Setting("look.ascii", bool, False, "draw with ASCII only"),
         Setting("chat.temperature", float, 0.7, "0: always the likeliest word; 2: wild",
                 low=0, high=2),
@@ -84,10 +100,14 @@ def setting(key: str) -> Setting:
 
 
 def _no_setting(key: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(key, SETTINGS, n=3) or list(SETTINGS)
+    near = _near(key, SETTINGS) or list(SETTINGS)
     return f"there is no setting {key!r}; known: {', '.join(near)}"
+
+
+def _near(text: str, known: Iterable[str]) -> list[str]:
+    import difflib  # for faults only
+
+    return difflib.get_close_matches(text, known, n=3)
 
 
 def check(entry: Setting, value: Any) -> Any:
@@ -104,21 +124,28 @@ def check(entry: Setting, value: Any) -> Any:
     if entry.kind is list:
         right = isinstance(value, list) and all(isinstance(item, str) for item in value)
     if not right:
-        raise SettingError(f"{entry.key}={value!r} is not possible; it must be {_legal(entry)}")
+        raise _impossible(entry, value)
     outside = isinstance(value, int | float) and not (
         (entry.low is None or value >= entry.low) and (entry.high is None or value <= entry.high)
     )
     if outside or (entry.choices and value not in entry.choices):
-        raise SettingError(f"{entry.key}={value!r} is not possible; it must be {_legal(entry)}")
+        raise _impossible(entry, value)
     return value
 
 
-def _legal(entry: Setting) -> str:
+def _impossible(entry: Setting, value: Any) -> SettingError:
+    return SettingError(f"{entry.key}={value!r} is not possible; it must be {_legal(entry, value)}")
+
+
+def _legal(entry: Setting, value: Any) -> str:
+    """What a setting can be; of many names those that look like `value`, when there are any."""
+    if len(entry.choices) > _MANY and (near := _near(str(value), entry.choices)):
+        return f"one of {len(entry.choices)} names, such as {', '.join(near)}"
     if entry.choices:
         return "one of " + ", ".join(map(str, entry.choices))
     name = {int: "a whole number", bool: "true or false", str: "a text", list: "a list of texts"}
     bounds = [
-        f"{word} {bound:g}"
+        f"{word} {bound}"
         for word, bound in (("at least", entry.low), ("at most", entry.high))
         if bound is not None
     ]

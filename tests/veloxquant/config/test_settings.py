@@ -186,3 +186,38 @@ def test_a_number_may_be_written_with_or_without_a_point(text: str, value: float
 def test_a_number_out_of_range_is_refused(text: str) -> None:
     with pytest.raises(SettingError, match="a number at least 0 and at most 2"):
         parse(setting("chat.temperature"), text)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "told"),
+    [
+        ("server.method", "snapkv2", "one of 45 names, such as snapkv"),
+        ("server.method", "zz", "one of auto, fp16, turboquant_prod, "),
+        ("look.theme", "nordic", "such as nord"),
+        ("server.context", "1" + "0" * 30, "at most 1099511627775"),
+        ("server.max_tokens", "1" + "0" * 30, "at most 1099511627775"),
+        ("memory.keep_free", "9" * 30, "at most 1152921504606846975"),
+        ("chat.temperature", "nan", "at least 0 and at most 2"),
+    ],
+)
+def test_a_value_out_of_a_closed_set_is_refused_and_the_file_kept(
+    key: str, text: str, told: str, file: Path
+) -> None:
+    with pytest.raises(SettingError, match=rf"{key}=.* it must be .*{told}"):
+        parse(setting(key), text)
+    with pytest.raises(SettingError):
+        save_setting(key, "x" if SETTINGS[key].kind is str else -1)
+    assert file.read_text() == FILE
+
+
+def test_a_file_with_a_method_that_is_none_falls_back(file: Path) -> None:
+    file.write_text('[server]\nmethod = "snapkv2"\n')
+    settings = load_settings()
+    assert settings.value("server.method") == SETTINGS["server.method"].default
+    assert "such as snapkv" in settings.notices[0]
+
+
+def test_every_method_that_can_be_started_can_be_the_usual_one() -> None:
+    from veloxquant.cache.table import TABLE
+
+    assert set(SETTINGS["server.method"].choices) == {"auto", *TABLE}
