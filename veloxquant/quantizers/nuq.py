@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from veloxquant.dsa.mlx_pack import pack
 from veloxquant.kernels.native import PLAIN, SPARSE, VECTOR, Basis, NativeRun
-from veloxquant.quantizers.base import NativeParts, Packed, Shared, TokenAxis
+from veloxquant.quantizers.base import NativeParts, Packed, Shared, TokenAxis, saturated
 from veloxquant.quantizers.fitted import for_batch
 from veloxquant.quantizers.levels import book_of, codes_of, lloyd_levels, looked_up, nearest
 from veloxquant.quantizers.sizes import round_up
@@ -250,7 +250,8 @@ class _Groups:
 class NuqChannelCodec(_NuqCodec):
     """Keys: `off` and `rng` (B, H, tables, D), middle and half range of each channel.
 
-    `seen` turns the first rows into those that the only table should suit.
+    `s` (B, H, T, 1) is how many of these ranges a token reaches. `seen` turns the first rows into
+    those that the only table should suit.
     """
 
     spec: NuqChannelSpec
@@ -261,6 +262,7 @@ class NuqChannelCodec(_NuqCodec):
         seen: Callable[[mx.array], mx.array] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(dim, spec, given)
+        self.axes |= {"s": TokenAxis(2)}
         self.seen = seen
 
     def fit(self, x: mx.array) -> Packed:
@@ -275,19 +277,25 @@ class NuqChannelCodec(_NuqCodec):
         out = mark(_ratio(away, _median(away)), self.count)
         off, rng = (a.astype(dtype) for a in _span(x, out, _median(x), 3))
         t = _ratio(x - off.astype(mx.float32), rng.astype(mx.float32))
+        t = _ratio(t, self._reach(t, dtype).astype(mx.float32))
         t = mx.where(out, 0.0, t).reshape(*x.shape[:3], -1)
         levels = lloyd_levels(t, self.spec.bits, self.spec.sweeps)
         return {"off": off.squeeze(3), "rng": rng.squeeze(3), "levels": levels}
 
     def _normal(self, x: mx.array, fitted: Packed, dtype: mx.Dtype) -> tuple[Any, ...]:
-        del x, dtype
         off, rng = (fitted[k].astype(mx.float32)[..., None, :] for k in ("off", "rng"))
-        return off, rng, {}
+        reach = self._reach(_ratio(x - off, rng), dtype)
+        return off, rng * reach.astype(mx.float32), {"s": reach}
+
+    def _reach(self, t: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Largest of a token's entries (..., D) in ranges of their channels, without its slots."""
+        place = self.dim - self.count - 1
+        return saturated(mx.sort(mx.abs(t), axis=-1)[..., place : place + 1], dtype)
 
     def _scaled(self, t: mx.array, packed: Packed, tables: int) -> mx.array:
-        del tables
         off, rng = (packed[k].astype(mx.float32)[..., None, :] for k in ("off", "rng"))
-        return t[..., : self.dim] * rng + off
+        reach = self._wide(packed["s"], tables).astype(mx.float32)
+        return t[..., : self.dim] * rng * reach + off
 
     def _native_codes(
         self, packed: Packed, start: int, stop: int, book: mx.array
@@ -295,7 +303,7 @@ class NuqChannelCodec(_NuqCodec):
         off, rng = (packed[k].astype(mx.float32) for k in ("off", "rng"))
         ones = mx.broadcast_to(mx.array(1.0), (*packed["w"].shape[:3], 1))
         return [
-            self._entries(packed["w"], start, stop, self.lanes, book, _Scaled(rng)),
+            self._entries(packed["w"], start, stop, self.lanes, book, _Scaled(rng), packed["s"]),
             NativeRun(PLAIN, ones, start, stop, 1, basis=_Constant(off), dim=1),
         ]
 

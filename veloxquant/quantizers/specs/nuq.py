@@ -61,7 +61,7 @@ class NuqSpec(CodecSpec):
 
 @dataclass(frozen=True)
 class NuqChannelSpec(NuqSpec):
-    """Levels times the range of each channel, which the table fixes: for keys."""
+    """Levels times the range of each channel, which the table fixes, and a token's: for keys."""
 
     name = "nuq_channel"
     codec = "veloxquant.quantizers.nuq:NuqChannelCodec"
@@ -73,7 +73,8 @@ class NuqChannelSpec(NuqSpec):
     def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
         """Bytes of a store with capacity for `tokens`."""
         table = 2 * dim * itemsize + self.level_bytes()
-        return tokens * self.row_bytes(dim, itemsize) + self.tables(tokens) * table
+        row = self.row_bytes(dim, itemsize) + itemsize
+        return tokens * row + self.tables(tokens) * table
 
     def describe(self) -> str:
         """Short name for tables."""
