@@ -1,8 +1,9 @@
 """Save and load the caches of one sequence, packed as they are.
 
 A file is a safetensors archive: arrays under the path they have in the state tree, everything else
-as JSON in the metadata. Classes are never named in a file; the method is looked up in the table,
-and the state is given to caches that the caller's plan builds.
+as JSON in the metadata, with a checksum of each array and one of that text. Classes are never named
+in a file; the method is looked up in the table, and the state is given to caches that the caller's
+plan builds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant.cache.builder import new_caches
-from veloxquant.cache.digests import array_digest, constants_of
+from veloxquant.cache.digests import (
+    array_digest,
+    checksums,
+    constants_of,
+    text_checksum,
+)
 from veloxquant.cache.layouts.vector import vecinfer_window
 from veloxquant.cache.probe import ModelPlan
 from veloxquant.cache.table import row_of
@@ -25,7 +31,10 @@ from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import CacheStateError
 
 FORMAT_VERSION = 1
+FORMAT_MINOR = 1
+"""What a file has that readers of the same version may ignore; 1: checksums."""
 _FORMAT = "veloxquant_cache"
+_HEAD_SUM = "veloxquant_cache_crc32"
 # Common fields that decide what packed arrays mean; those of the method come beside them.
 _COMMON = ("bit_width_inlier", "seed", "residual_length", "n_sink_tokens", "eviction_storage")
 _ARRAYS = ("smooth_factors", "key_codebook", "value_codebook")
@@ -106,19 +115,22 @@ def save_caches(path: str | Path, caches: list[Any], config: KVCacheConfig) -> i
     tree = [_flatten(_states(c), str(i), arrays) for i, c in enumerate(caches)]
     head = {
         "version": FORMAT_VERSION,
+        "minor": FORMAT_MINOR,
         "method": config.method,
         "settings": _settings(config),
         "constants": constants_of(caches),
         "tree": tree,
     }
     mx.eval(list(arrays.values()))
+    head["crc32"] = checksums(arrays)
+    text = json.dumps(head)
     size = sum(a.nbytes for a in arrays.values())
     target = Path(path)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}.safetensors")
     # An archive needs one array at least; an empty cache has none.
     payload = arrays or {"empty": mx.zeros(1)}
     try:
-        mx.save_safetensors(str(partial), payload, {_FORMAT: json.dumps(head)})
+        mx.save_safetensors(str(partial), payload, {_FORMAT: text, _HEAD_SUM: text_checksum(text)})
         if partial.stat().st_size < size:
             raise OSError(f"cannot save the cache to {target}: the disk took only a part of it")
         partial.replace(target)
@@ -150,7 +162,30 @@ def _read(source: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
         raise CacheStateError(
             f"{source.name} has format {version}; this version reads {FORMAT_VERSION}"
         )
+    _require_sums(source.name, arrays, metadata, head)
     return arrays, head
+
+
+def _require_sums(
+    name: str, arrays: dict[str, mx.array], metadata: dict[str, str], head: dict[str, Any]
+) -> None:
+    """Make sure that nothing changed since the file was written; the first files cannot tell."""
+    if not head.get("minor") and _HEAD_SUM not in metadata:
+        return
+    sums = head.get("crc32")
+    if metadata.get(_HEAD_SUM) != text_checksum(metadata[_FORMAT]) or not isinstance(sums, dict):
+        changed = "its description"
+    elif missing := sums.keys() - arrays.keys():
+        changed = f"array {min(missing)!r}"
+    else:
+        found = checksums({path: arrays[path] for path in sums})
+        path = next((path for path in sums if found[path] != sums[path]), None)
+        if path is None:
+            return
+        changed = f"array {path!r}"
+    raise CacheStateError(
+        f"{name} is damaged: {changed} is not what was written; read the prompt again"
+    )
 
 
 def _require_same(name: str, head: dict[str, Any], config: KVCacheConfig) -> None:
@@ -218,8 +253,8 @@ def load_caches(path: str | Path, plan: ModelPlan, config: KVCacheConfig) -> lis
     """Caches of one sequence from a file that `save_caches` wrote with the same configuration.
 
     Raises:
-        CacheStateError: when the file is damaged, or of another version, method, configuration or
-            model.
+        CacheStateError: when the file is damaged, naming the array, or of another version, method,
+            configuration or model.
         FileNotFoundError: when there is no such file.
     """
     source = Path(path)

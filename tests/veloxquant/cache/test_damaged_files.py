@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
-from cache_lab import Tokens, attend, every_row, plan_of, random_tokens, shape_of, small_config
+from cache_lab import (
+    Tokens,
+    attend,
+    before_checksums,
+    every_row,
+    plan_of,
+    random_tokens,
+    shape_of,
+    small_config,
+)
 
 from veloxquant.cache.builder import new_caches
 from veloxquant.cache.persist import load_caches, save_caches
@@ -45,7 +54,8 @@ class File:
         save_caches(self.source, self.caches, config)
         loaded: Any = mx.load(str(self.source), return_metadata=True)
         self.arrays: dict[str, mx.array] = loaded[0]
-        self.metadata: dict[str, str] = loaded[1]
+        # With checksums nothing that was changed would be read.
+        self.metadata = before_checksums(loaded[1])
 
     def integers(self) -> dict[str, mx.Dtype]:
         found = {

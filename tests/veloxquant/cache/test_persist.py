@@ -1,16 +1,18 @@
 """Saved caches of whole models: they go on as if nothing had happened, or say what is wrong."""
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from cache_lab import READY, small_config
+from cache_lab import READY, before_checksums, small_config
 
 from tests.architectures import feed, prompt, tiny, uncompiled
 from veloxquant.cache.builder import new_caches, plan_model
+from veloxquant.cache.digests import text_checksum
 from veloxquant.cache.persist import FORMAT_VERSION, load_caches, save_caches
 from veloxquant.cache.probe import ModelPlan
 from veloxquant.cache.table import MethodRow, row_of
@@ -126,7 +128,8 @@ class Saved:
     def head(self, **changes: Any) -> Path:
         """The same arrays under another head; None removes an entry."""
         arrays, metadata = mx.load(str(self.file), return_metadata=True)  # type: ignore[misc]
-        head = {**json.loads(metadata["veloxquant_cache"]), **changes}
+        old = before_checksums(metadata)  # type: ignore[arg-type]
+        head = {**json.loads(old["veloxquant_cache"]), **changes}
         head = {k: v for k, v in head.items() if v is not None}
         bad = self.file.with_name("bad.safetensors")
         mx.save_safetensors(str(bad), arrays, {"veloxquant_cache": json.dumps(head)})  # type: ignore[arg-type]
@@ -243,6 +246,69 @@ def test_a_file_of_another_model_is_refused(method: str, tmp_path: Path) -> None
         load_caches(tmp_path / "a", plan_model(other, config), config)
     with pytest.raises(CacheStateError, match="holds 2 layers, this model has 3"):
         load_caches(tmp_path / "a", plan_model(tiny("gemma3"), config), config)
+
+
+def test_a_file_without_checksums_is_read_as_ever(saved: Saved) -> None:
+    other = load_caches(saved.head(), saved.plan, KIVI)
+    assert go_on(saved.model, other, 5, 6) == go_on(saved.model, saved.caches, 5, 6)
+
+
+def test_a_changed_array_is_named(saved: Saved) -> None:
+    arrays, metadata = mx.load(str(saved.file), return_metadata=True)  # type: ignore[misc]
+    bad = saved.file.with_name("bad.safetensors")
+    for path, array in arrays.items():
+        words = array.reshape(-1).view(mx.uint8)
+        words[words.size // 2] = words[words.size // 2] ^ 1
+        flipped = words.view(array.dtype).reshape(array.shape)
+        # The second has the same bytes: only its shape is another one.
+        for other in (flipped, array[None]):
+            mx.save_safetensors(str(bad), {**arrays, path: other}, metadata)  # type: ignore[arg-type]
+            assert f"is damaged: array {path!r} is not what was written" in saved.refused(bad)
+        rest = {k: a for k, a in arrays.items() if k != path}
+        mx.save_safetensors(str(bad), rest, metadata)  # type: ignore[arg-type]
+        assert f"is damaged: array {path!r}" in saved.refused(bad)
+
+
+def test_a_changed_description_is_refused(saved: Saved) -> None:
+    arrays, metadata = mx.load(str(saved.file), return_metadata=True)  # type: ignore[misc]
+    assert isinstance(metadata, dict)
+    text = metadata["veloxquant_cache"]
+    head = json.loads(text)
+    unlisted = json.dumps({k: v for k, v in head.items() if k != "crc32"})
+    bad = saved.file.with_name("bad.safetensors")
+    for given in (
+        {**metadata, "veloxquant_cache": text.replace("40", "41")},
+        {"veloxquant_cache": text},
+        {"veloxquant_cache": unlisted, "veloxquant_cache_crc32": text_checksum(unlisted)},
+    ):
+        mx.save_safetensors(str(bad), arrays, given)  # type: ignore[arg-type]
+        assert "is damaged: its description is not what was written" in saved.refused(bad)
+
+
+def test_no_flipped_bit_of_a_file_is_taken_for_truth(saved: Saved) -> None:
+    whole = saved.file.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    held, _ = mx.load(str(saved.file), return_metadata=True)  # type: ignore[misc]
+    draw = random.Random(0)
+    places = [draw.randrange(start, len(whole)) for _ in range(60)]
+    places += [draw.randrange(8, start) for _ in range(60)]
+    bad = saved.file.with_name("bad.safetensors")
+    refused = 0
+    for place in places:
+        changed = bytearray(whole)
+        changed[place] ^= 1 << draw.randrange(8)
+        bad.write_bytes(changed)
+        try:
+            loaded = load_caches(bad, saved.plan, KIVI)
+        except CacheStateError:
+            refused += 1
+            continue
+        # Blanks between the words of the file's index mean nothing.
+        again = saved.file.with_name("again.safetensors")
+        save_caches(again, loaded, KIVI)
+        back, _ = mx.load(str(again), return_metadata=True)  # type: ignore[misc]
+        assert all(mx.array_equal(back[k], held[k]).item() for k in held)
+    assert refused > 110
 
 
 def test_a_file_that_is_not_there_is_named(saved: Saved, tmp_path: Path) -> None:
