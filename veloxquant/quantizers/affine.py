@@ -17,6 +17,8 @@ from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpe
 
 _MLX_ENCODER_BITS = 2
 _TINY = 1e-30
+_LIFT = float(1 << 24)
+"""`mx.quantize` makes no step below 1e-7, whatever the rows are; a power of two rounds nothing."""
 
 
 def affine_encode(
@@ -36,8 +38,8 @@ def affine_encode(
     """
     x = x.astype(mx.float32)
     if bits == _MLX_ENCODER_BITS and not minmax:
-        w, s, b = mx.quantize(x, group_size=group, bits=bits)
-        return {"w": w, "s": s.astype(dtype), "b": b.astype(dtype)}
+        w, s, b = mx.quantize(x * _LIFT, group_size=group, bits=bits)
+        return {"w": w, "s": (s / _LIFT).astype(dtype), "b": (b / _LIFT).astype(dtype)}
     *lead, n = x.shape
     groups = x.reshape(*lead, n // group, group)
     if bits == 1:

@@ -14,7 +14,7 @@ from veloxquant.dsa.mlx_pack import pack, unpack
 from veloxquant.quantizers.base import Codec, FittedCodec, Packed, Shared, TokenAxis
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.fitted import for_batch
-from veloxquant.quantizers.saliency import rank
+from veloxquant.quantizers.saliency import rank, small_norm_saliency
 from veloxquant.quantizers.specs.tiered import ClassedSpec
 
 
@@ -74,11 +74,11 @@ class ClassedCodec(Shared):
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D) with the classes that the rows' own norms give."""
-        return self.encode_marked(x, self.classes(-mx.linalg.norm(x, axis=-1)), {})
+        return self.encode_marked(x, self.classes(small_norm_saliency(x)), {})
 
     def encode_fitted(self, x: mx.array, fitted: Packed) -> Packed:
         """As `encode`, with shared constants."""
-        return self.encode_marked(x, self.classes(-mx.linalg.norm(x, axis=-1)), fitted)
+        return self.encode_marked(x, self.classes(small_norm_saliency(x)), fitted)
 
     def classes(self, saliency: mx.array) -> mx.array:
         """Class of each token (B, H, n) by rank inside its block: the most salient are class 0."""

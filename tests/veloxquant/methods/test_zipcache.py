@@ -1,5 +1,7 @@
 """zipcache: who is salient, what it gets, and that order is kept where it matters."""
 
+import math
+
 import mlx.core as mx
 import pytest
 from cache_lab import (
@@ -14,6 +16,8 @@ from cache_lab import (
     shape_of,
     worst,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from veloxquant.cache.table import held
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -69,6 +73,22 @@ def test_salient_tokens_are_small_keys_and_the_first_ones() -> None:
     norms = mx.linalg.norm(tokens.keys, axis=-1)[..., C:]
     high, low = found[..., C:] == 0, found[..., C:] == 1
     assert (mx.where(high, norms, 0).max(-1) <= mx.where(low, norms, mx.inf).min(-1)).all().item()
+
+
+@given(
+    factor=st.sampled_from([2.0**-30, 2.0**-20, 2.0**12]) | st.floats(1e-7, 1e3),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=12)
+def test_neither_classes_nor_losses_depend_on_the_scale(factor: float, seed: int) -> None:
+    tokens = random_tokens(300, seed=seed)
+    small = Tokens(tokens.queries, tokens.keys * factor, tokens.values * factor)
+    one, other = filled(tokens), filled(small)
+    assert mx.array_equal(classes(one), classes(other)).item()
+    for mine, theirs in zip(held_rows(other), held_rows(one), strict=True):
+        off = mx.linalg.norm(mine / factor - theirs) / mx.linalg.norm(theirs)
+        # A power of two rounds nothing; another factor may turn a code at the middle of a step.
+        assert off.item() <= (0 if math.log2(factor).is_integer() else 0.02)
 
 
 def test_salient_tokens_lose_less() -> None:

@@ -47,6 +47,16 @@ def test_min_max_grids_have_the_published_error(bits: int) -> None:
     assert mx.square(error).mean().item() == pytest.approx(MEAN_SQUARE[bits], rel=0.08)
 
 
+@settings(deadline=None, max_examples=20)
+@given(bits=st.sampled_from([1, 2, 3, 4, 8]), power=st.integers(-40, 20), seed=st.integers(0, 999))
+def test_codes_do_not_depend_on_the_scale_of_the_rows(bits: int, power: int, seed: int) -> None:
+    x = gaussian(3, 128, seed=seed)
+    one, other = (affine_encode(a, bits, 32, mx.float32) for a in (x, x * 2.0**power))
+    assert mx.array_equal(one["w"], other["w"]).item()
+    assert mx.array_equal(one["s"] * 2.0**power, other["s"]).item()
+    assert mx.array_equal(one["b"] * 2.0**power, other["b"]).item()
+
+
 def test_two_bits_use_the_shifted_grid_of_mlx() -> None:
     x = gaussian(2_000, 128)
     packed = affine_encode(x, 2, 32, mx.float32)

@@ -39,6 +39,16 @@ def rows(n: int, seed: int = 1) -> mx.array:
     return mx.random.normal((2, 3, n, DIM), key=mx.random.key(seed))
 
 
+@pytest.mark.parametrize("factor", [1e-6, 2.0**-10, 200.0])
+def test_classes_of_small_rows_in_16_bits_are_those_of_their_norms(factor: float) -> None:
+    """Their squares fit no 16-bit number."""
+    codec = codec_for(SPECS[0], DIM)
+    assert isinstance(codec, ClassedCodec)
+    x = (rows(64) * factor).astype(mx.float16)
+    wanted = codec.classes(-mx.linalg.norm(x.astype(mx.float32), axis=-1))
+    assert mx.array_equal(codec.encode(x)["m"], codec.encode_marked(x, wanted, {})["m"]).item()
+
+
 def test_rows_come_back_in_their_own_order() -> None:
     x = rows(192)
     assert mx.array_equal(filled(SPECS[0], x).decode(0, 192, mx.float32), x).item()
