@@ -5,12 +5,9 @@ a rotation is made orthogonal again after rounding, so that a run with a warm st
 cold store and one without any give the same numbers.
 """
 
-import contextlib
 import io
 import json
-import os
 import re
-import threading
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +20,7 @@ import numpy as np
 
 from veloxquant.core.abstractions import ArtifactStore
 from veloxquant.core.exceptions import ArtifactNotFoundError, CodebookDimensionMismatch
+from veloxquant.core.whole_files import write_file
 from veloxquant.math.rotation import make_jl_matrix, make_rotation_matrix
 
 __path__ = []  # the documented submodules are names of this one: see veloxquant.documented
@@ -44,8 +42,6 @@ _FIELDS = {
     "codebook": ("distribution", "b", "d"),
     "jl": ("d", "m", "seed"),
 }
-_counter = iter(range(1 << 62))
-_lock = threading.Lock()
 
 
 def _name(kind: str, given: Mapping[str, Any]) -> str:
@@ -313,24 +309,6 @@ def _load_calibration(path: Path) -> Calibration:
             home = found.shared if place == "shared" else found.layers[int(place)]
             home[key] = file[name]
     return found
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file in one step, folders included; permissions follow the umask."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock:
-        number = next(_counter)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{number}.tmp")
-    try:
-        # open() honours the umask, which tempfile does not; "x" never follows what lies there
-        with beside.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            beside.unlink()
 
 
 # ---- matrices from a store, or made ---------------------------------------------------------

@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from veloxquant.artifacts import write_file
 from veloxquant.cache.probe import probe
 from veloxquant.cache.sampling import sample_pieces
 from veloxquant.core.exceptions import QuantizerConfigError
+from veloxquant.core.whole_files import write_file
 
 QFILTERS_ARTIFACT_VERSION = 1
 _META = "about"
