@@ -115,6 +115,7 @@ EXPECTED_WORSE: Mapping[str, str] = {
     "vecinfer": "values get one bit a channel, which loses a third of their energy",
     "svdq": "values stay exact, and its schedule drops a tenth of the energy of the keys",
     "palu": "a tenth of the energy goes whatever the bits; values have flat spectra",
+    "xquant": "with its default residual a layer that follows costs more than one of its own",
     "minicache": "merges layers and quantises nothing: a quarter less bytes at most",
     "xkv": "the bases that layers share weigh more than the tokens of a short context",
     "kvtc": "a budget of 512 bits a row is made for 128 channels; with 64 it is 8 bits and more",
