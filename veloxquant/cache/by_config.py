@@ -4,12 +4,16 @@ Methods build the cache of a layer from its shape and its place in a model (`bui
 there is the configuration, which names the head size, and for layers that share something a
 coordinator and a place under it. `by_hand` of a class says what those stand for; the rest is the
 same for all: the settings are checked, and what every method takes alike is applied.
+
+A subclass of such a class is made like its parent: what builds the parent makes it instead. An
+`__init__` of its own gets what the parent's gets, whatever that is, and hands it on.
 """
 
 from __future__ import annotations
 
 import inspect
 from abc import ABCMeta
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from veloxquant.cache.context import LayerContext
@@ -20,6 +24,10 @@ from veloxquant.quantizers.sizes import LayerShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+_instead: ContextVar[tuple[type, Any] | None] = ContextVar("instead", default=None)
+"""A class of a method and the subclass that is made by hand in its place."""
 
 
 class ByConfig(ABCMeta):
@@ -33,13 +41,20 @@ class ByConfig(ABCMeta):
                 of range.
         """
         if not _is_by_hand(args, kwargs):
-            return super().__call__(*args, **kwargs)
+            meant = _instead.get()
+            made = meant[1] if meant is not None and meant[0] is cls else cls
+            return ABCMeta.__call__(made, *args, **kwargs)
         # The factory knows every part, and stands above this one.
         from veloxquant.cache.builder import KVCacheFactory
 
         bound = inspect.signature(cls.by_hand).bind(*args, **kwargs)
-        _check_method(cls, bound.arguments["config"])
-        return KVCacheFactory.create(*cls.by_hand(*args, **kwargs))
+        home = _home(cls)
+        _check_method(cls, home, bound.arguments["config"])
+        before = _instead.set((home, cls))
+        try:
+            return KVCacheFactory.create(*cls.by_hand(*args, **kwargs))
+        finally:
+            _instead.reset(before)
 
     def by_hand(
         cls, config: KVCacheConfig, *, rope: Any | None = None
@@ -62,12 +77,18 @@ def _is_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return isinstance(given, KVCacheConfig) and not has_shape
 
 
-def _check_method(cls: type, config: KVCacheConfig) -> None:
-    """Raise unless the configuration is for the method that this class serves."""
+def _home(cls: type) -> type:
+    """The class of a method that this one is, or is made from."""
+    modules = {row.module for row in TABLE.values()}
+    return next((c for c in cls.__mro__ if c.__module__ in modules), cls)
+
+
+def _check_method(cls: type, home: type, config: KVCacheConfig) -> None:
+    """Raise unless the configuration is for the method that `home` serves."""
     row = TABLE.get(config.method)
-    if row is not None and row.module == cls.__module__:
+    if row is not None and row.module == home.__module__:
         return
-    wanted = [r.name for r in TABLE.values() if r.module == cls.__module__]
+    wanted = [r.name for r in TABLE.values() if r.module == home.__module__]
     advice = (
         f"it serves {wanted[0]!r}: set method={wanted[0]!r}"
         if wanted

@@ -21,7 +21,7 @@ from veloxquant.cache.group_coordinators import (
     XQuantCoordinator,
 )
 from veloxquant.cache.table import TABLE
-from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
+from veloxquant.config.kv_cache import BASELINE, STANDALONE_METHODS, KVCacheConfig
 from veloxquant.config.options import (
     ChunkKVOptions,
     H2OOptions,
@@ -172,6 +172,32 @@ def test_every_class_takes_the_configuration_alone(method: str) -> None:
     config = KVCacheConfig(method=method, head_dim=DIM)
     built = KVCacheBuilder().with_method(method).with_head_dim(DIM).build()
     assert type(type(built)(config)) is type(built)
+
+
+@pytest.mark.parametrize("method", [m for m in TABLE if m not in (BASELINE, *STANDALONE_METHODS)])
+def test_a_subclass_is_made_like_its_parent(method: str) -> None:
+    parent = type(KVCacheBuilder().with_method(method).with_head_dim(DIM).build())
+    child = type(parent)("Mine", (parent,), {"note": "mine", "__module__": __name__})
+    config, tokens = KVCacheConfig(method=method, head_dim=DIM), random_tokens(150, seed=3)
+    made, usual = child(config), parent(config)
+    assert (type(made), made.note, type(usual)) == (child, "mine", parent)
+    assert mx.array_equal(attend(made, tokens), attend(usual, tokens)).item()
+    assert (made.nbytes, made.size()) == (usual.nbytes, usual.size())
+    assert type(copy.deepcopy(made)) is child
+    grandchild = type(parent)("Own", (child,), {"__module__": __name__})
+    assert type(grandchild(config)) is grandchild
+    other = "tova" if method != "tova" else "h2o"
+    with pytest.raises(QuantizerConfigError, match=f"Mine was given .*set method='{method}'"):
+        child(KVCacheConfig(method=other))
+
+
+def test_an_init_of_a_subclass_hands_on_what_it_gets() -> None:
+    class Noted(H2OKVCache):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.note = self.size()
+
+    assert Noted(KVCacheConfig(method="h2o", head_dim=DIM)).note == 0
 
 
 def test_settings_that_every_method_takes_are_applied_by_hand_too() -> None:
