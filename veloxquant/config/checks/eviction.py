@@ -30,6 +30,7 @@ def check_snapkv(config: KVCacheConfig) -> None:
         )
     one_of(config, "snap_dtype", ("auto", "float32", "float16", "bfloat16"))
     one_of(config, "snap_backend", ("auto", "reference", "metal"))
+    flag(config, "snap_batched_scoring")
 
 
 def budget_over(config: KVCacheConfig, field: str, least: int, what: str) -> None:
