@@ -22,13 +22,21 @@ from veloxquant.cache.layer_board import LayerBoard, Seat
 from veloxquant.cache.layouts.eviction_prompt import SQUEEZE_ROOM
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import ChunkKVOptions
+from veloxquant.config.ranges import is_whole
 from veloxquant.core.exceptions import CacheStateError, QuantizerConfigError
 
 
 def _check_layer(layer_id: int, n_layers: int) -> None:
-    if not 0 <= layer_id < n_layers:
+    if not is_whole(layer_id) or not 0 <= layer_id < n_layers:
         raise ValueError(
-            f"layer_id={layer_id} is none of the {n_layers} layers, 0 to {n_layers - 1}"
+            f"layer_id={layer_id!r} is none of the {n_layers} layers, 0 to {n_layers - 1}"
+        )
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if not is_whole(value) or value < least:
+        raise QuantizerConfigError(
+            f"{name}={value!r} is not possible; it must be an integer of at least {least}"
         )
 
 
@@ -98,9 +106,10 @@ class SqueezeCoordinator:
     """
 
     def __init__(self, n_layers: int, avg_budget: int, n_sink: int, strength: float) -> None:
-        if n_layers < 1:
-            raise QuantizerConfigError(f"n_layers={n_layers}; a model has at least 1 layer")
-        if not 0 <= n_sink < avg_budget:
+        for name, value in (("n_layers", n_layers), ("avg_budget", avg_budget)):
+            _check_count(name, value, 1)
+        _check_count("n_sink", n_sink, 0)
+        if n_sink >= avg_budget:
             raise QuantizerConfigError(
                 f"n_sink={n_sink} of avg_budget={avg_budget} rows leaves none to share; n_sink "
                 f"must be at least 0 and less than avg_budget"
@@ -203,8 +212,7 @@ class ChunkKVIndexReuseCoordinator:
 
     def __init__(self, n_layers: int, reuse_layers: int) -> None:
         for name, value in (("n_layers", n_layers), ("reuse_layers", reuse_layers)):
-            if value < 1:
-                raise QuantizerConfigError(f"{name}={value} is not possible; it is at least 1")
+            _check_count(name, value, 1)
         self.n_layers = n_layers
         self.reuse_layers = reuse_layers
         self._kept: dict[tuple[int, int], list[list[int]]] = {}

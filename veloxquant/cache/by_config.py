@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.table import TABLE
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.ranges import is_whole
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.quantizers.sizes import LayerShape
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+_PLACES = ("layer_id", "group_id", "member_idx", "n_members", "n_readers")
 _instead: ContextVar[tuple[type, Any] | None] = ContextVar("instead", default=None)
 """A class of a method and the subclass that is made by hand in its place."""
 
@@ -48,6 +50,7 @@ class ByConfig(ABCMeta):
         from veloxquant.cache.builder import KVCacheFactory
 
         bound = inspect.signature(cls.by_hand).bind(*args, **kwargs)
+        _check_places(bound.arguments)
         home = _home(cls)
         _check_method(cls, home, bound.arguments["config"])
         before = _instead.set((home, cls))
@@ -75,6 +78,14 @@ def _is_by_hand(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     given = args[0] if args else kwargs.get("config")
     has_shape = "shape" in kwargs or any(isinstance(a, LayerShape) for a in args)
     return isinstance(given, KVCacheConfig) and not has_shape
+
+
+def _check_places(given: Mapping[str, Any]) -> None:
+    """Raise unless numbers of layers and groups are integers; whether they exist is asked later."""
+    for name in _PLACES:
+        value = given.get(name)
+        if value is not None and not is_whole(value):
+            raise QuantizerConfigError(f"{name}={value!r} is not possible; it must be an integer")
 
 
 def _home(cls: type) -> type:

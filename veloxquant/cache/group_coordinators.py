@@ -25,6 +25,7 @@ from veloxquant.cache.coordinators import LayerGroup
 from veloxquant.cache.layouts.latent import PLANS
 from veloxquant.cache.segments import Segments
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.config.ranges import is_whole
 from veloxquant.core.exceptions import CacheStateError, QuantizerConfigError
 from veloxquant.quantizers.xkv import joint_svd_compress
 from veloxquant.quantizers.xquant import GroupParams
@@ -96,8 +97,8 @@ class GroupCoordinator(Generic[T]):
         Raises:
             QuantizerConfigError: for less than one layer.
         """
-        if size < 1:
-            raise QuantizerConfigError(f"a group of {size} layers; it has at least the first one")
+        if not is_whole(size) or size < 1:
+            raise QuantizerConfigError(f"a group of {size!r} layers; it has at least the first one")
         group = LayerGroup(size, group_id)
         self._groups[group_id] = group, _shared_settings(config, size)
         return group

@@ -7,6 +7,7 @@ runs the functions of a method layer by layer.
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from veloxquant.config.ranges import is_whole
 from veloxquant.core.exceptions import QuantizerConfigError
 
 T = TypeVar("T")
@@ -26,8 +27,10 @@ class Segments(Generic[T]):
     """
 
     def __init__(self, max_ctx: int) -> None:
-        if max_ctx < 1:
-            raise QuantizerConfigError(f"max_ctx={max_ctx}; a coordinator takes at least 1 token")
+        if not is_whole(max_ctx) or max_ctx < 1:
+            raise QuantizerConfigError(
+                f"max_ctx={max_ctx!r} is not possible; it must be an integer of at least 1 token"
+            )
         self.max_ctx = max_ctx
         self._waiting: dict[tuple[int, int], _Waiting[T]] = {}
         self._ends: dict[int, int] = {}
@@ -42,9 +45,10 @@ class Segments(Generic[T]):
             ValueError: for a negative place, no tokens, or a negative number of readers.
         """
         self.reach(group_id, token_start, n_tokens)
-        if readers < 0:
+        if not is_whole(readers) or readers < 0:
             raise ValueError(
-                f"n_readers={readers}; it is the number of layers that read, from 0 on"
+                f"n_readers={readers!r} is not possible; it must be the number of layers that "
+                f"read, an integer from 0 on"
             )
         self._waiting.pop((group_id, token_start), None)
         if readers:
@@ -57,10 +61,11 @@ class Segments(Generic[T]):
             QuantizerConfigError: when they end beyond `max_ctx`.
             ValueError: for a negative place or no tokens.
         """
-        if token_start < 0 or n_tokens < 1:
+        whole = is_whole(token_start) and is_whole(n_tokens)
+        if not whole or token_start < 0 or n_tokens < 1:
             raise ValueError(
-                f"token_start={token_start} and n_tokens={n_tokens} are no segment; "
-                f"it starts at 0 or later and has at least 1 token"
+                f"token_start={token_start!r} and n_tokens={n_tokens!r} are no segment; "
+                f"it starts at 0 or later and has at least 1 token, both integers"
             )
         end = token_start + n_tokens
         if end > self.max_ctx:

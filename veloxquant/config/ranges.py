@@ -45,11 +45,15 @@ def one_of(config: KVCacheConfig, field: str, legal: Iterable[Any]) -> None:
         raise refuse(field, value, "one of " + ", ".join(map(str, legal)))
 
 
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number by its type: neither 2.0 nor True is."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def integer(config: KVCacheConfig, field: str, low: int, high: int | None = None) -> int:
     """The field's value, an int within [low, high]; raise otherwise."""
     value = getattr(config, field)
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < low or (high is not None and value > high):
+    if not is_whole(value) or value < low or (high is not None and value > high):
         bound = f"an integer of at least {low}" + ("" if high is None else f" and at most {high}")
         raise refuse(field, value, bound)
     return value
@@ -67,7 +71,7 @@ def bits(config: KVCacheConfig, legal: tuple[int, ...]) -> None:
     if not widths:
         raise refuse("bit_width_inlier", value, "an integer or a list with one integer a layer")
     for width in widths:
-        if not isinstance(width, int) or isinstance(width, bool) or width not in legal:
+        if not is_whole(width) or width not in legal:
             raise refuse("bit_width_inlier", width, "one of " + ", ".join(map(str, legal)))
 
 

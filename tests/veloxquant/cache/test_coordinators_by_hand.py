@@ -224,6 +224,36 @@ def test_settings_are_checked_by_hand() -> None:
 # ---- who may join whom -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bad", [1.0, 0.5, True, "1"])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("n_readers", lambda n: XQuantKVCache(CONFIGS["xquant"], n_readers=n)),
+        ("group_id", lambda n: MiniCacheKVCache(CONFIGS["minicache"], group_id=n)),
+        ("n_readers", lambda n: MiniCacheKVCache(CONFIGS["minicache"], n_readers=n)),
+        ("member_idx", lambda n: XKVCache(CONFIGS["xkv"], n, 0, 2)),
+        ("n_members", lambda n: XKVCache(CONFIGS["xkv"], 0, 0, n)),
+        ("layer_id", lambda n: ChunkKVCache(CONFIGS["chunkkv"], n)),
+        ("layer_id", lambda n: SqueezeAttentionCache(CONFIGS["squeeze"], n)),
+        ("layer_id", lambda n: ChunkKVIndexReuseCoordinator(4, 2).leader_for(n)),
+        ("layer_id", lambda n: SqueezeCoordinator(4, 40, 4, 1.0).resolved_budget(n)),
+        ("n_layers", lambda n: SqueezeCoordinator(n, 40, 4, 1.0)),
+        ("avg_budget", lambda n: SqueezeCoordinator(4, n, 0, 1.0)),
+        ("n_sink", lambda n: SqueezeCoordinator(4, 40, n, 1.0)),
+        ("reuse_layers", lambda n: ChunkKVIndexReuseCoordinator(4, n)),
+        ("max_ctx", lambda n: XKVCoordinator(n)),
+        ("n_readers", lambda n: XQuantCoordinator()._segments.put(0, 0, 4, None, 0, n)),
+        ("token_start", lambda n: XQuantCoordinator()._segments.reach(0, n, 4)),
+        ("n_tokens", lambda n: XQuantCoordinator()._segments.reach(0, 0, n)),
+    ],
+)
+def test_numbers_that_are_no_integers_are_refused_by_name(
+    name: str, make: Callable[[Any], Any], bad: Any
+) -> None:
+    with pytest.raises((QuantizerConfigError, ValueError), match=f"{name}={bad!r} .*"):
+        make(bad)
+
+
 @pytest.mark.parametrize(
     ("make", "match"),
     [
