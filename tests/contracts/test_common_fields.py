@@ -25,6 +25,7 @@ from veloxquant.config.common_fields import READERS
 from veloxquant.config.kv_cache import STANDALONE_METHODS, KVCacheConfig
 from veloxquant.core.exceptions import CacheStateError, QuantizerConfigError
 from veloxquant.methods import a2ats, vecinfer
+from veloxquant.observers import LatencyObserver
 from veloxquant.planning.method_settings import COMMON_FIELDS, fields_of
 from veloxquant.quantizers.sizes import LayerShape
 
@@ -41,7 +42,7 @@ AWAY: dict[str, Any] = {
     "dtype": mx.float16,
     "capacity": 3,
     "sliding_window": 3,
-    "observers": [print],
+    "observers": [LatencyObserver()],
     "seed": 7,
     "store": object(),
     "residual_length": 96,

@@ -4,13 +4,15 @@ import ast
 import copy
 import dataclasses
 import inspect
+import math
 import warnings
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from veloxquant.cache.builder import KVCacheBuilder, KVCacheFactory
-from veloxquant.cache.table import row_of
+from veloxquant.cache.table import TABLE, row_of
 from veloxquant.config import options as all_options
 from veloxquant.config.kv_cache import (
     FIELD_OWNER,
@@ -18,6 +20,7 @@ from veloxquant.config.kv_cache import (
     SHARED_FIELDS,
     STANDALONE_METHODS,
     KVCacheConfig,
+    defaults,
 )
 from veloxquant.config.options import KIVIOptions, SnapKVOptions, VecInferOptions
 from veloxquant.config.validate import check
@@ -261,3 +264,43 @@ def test_options_that_are_no_options_are_refused(wrong: Any) -> None:
 def test_use_metal_kernels_is_true_or_false(wrong: Any) -> None:
     with pytest.raises(QuantizerConfigError, match="use_metal_kernels"):
         row_of("kivi").check(KVCacheConfig(method="kivi", use_metal_kernels=wrong))
+
+
+METHOD_OPTIONS = [
+    (row.name, f.name)
+    for row in TABLE.values()
+    if row.options
+    for f in dataclasses.fields(row.options)
+]
+
+
+@pytest.mark.parametrize(("method", "field"), METHOD_OPTIONS, ids="-".join)
+def test_a_value_of_another_type_is_refused_by_name(method: str, field: str) -> None:
+    usual = defaults()[field]
+    bad: list[Any] = ["blue", object(), math.nan, -1.5]
+    if isinstance(usual, int) and not isinstance(usual, bool):
+        bad += [float(usual), True]
+    if isinstance(usual, bool | float):
+        bad += [2j, "1"]
+    for value in bad:
+        config = KVCacheConfig(method=method, head_dim=64).with_fields(**{field: value})
+        with pytest.raises(QuantizerConfigError, match=f"{field}="):
+            TABLE[method].check(config)
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "value"),
+    [
+        ("turboquant_mse", "dtype", "float32"), ("turboquant_mse", "dtype", mx.int32),
+        ("qjl", "dtype", "mlx.core.float32"), ("polar", "observers", "blue"),
+        ("polar", "observers", [1]), ("spectral", "observers", 7.0),
+        ("vecinfer", "smooth_factors", "blue"), ("vecinfer", "key_codebook", object()),
+        ("vecinfer", "value_codebook", 7.0),
+    ],
+)  # fmt: skip
+def test_objects_of_another_kind_are_refused_by_name(method: str, field: str, value: Any) -> None:
+    config = KVCacheConfig(method=method, head_dim=64).with_fields(**{field: value})
+    with pytest.raises(QuantizerConfigError, match=f"{field}=.* is not possible"):
+        TABLE[method].check(config)
+    for right in (mx.float16, mx.bfloat16, mx.float32):
+        TABLE["polar"].check(KVCacheConfig(method="polar", head_dim=64, dtype=right))

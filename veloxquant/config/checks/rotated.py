@@ -16,6 +16,7 @@ from veloxquant.config.ranges import (
 from veloxquant.config.rotations import DEFAULT_NAME, is_plain_name, rotations_file
 
 MAX_SIGNS = 4096
+FLOATS = ("mlx.core.float32", "mlx.core.float16", "mlx.core.bfloat16")
 
 
 def check_turboquant_rvq(config: KVCacheConfig) -> None:
@@ -106,6 +107,14 @@ def _standalone(config: KVCacheConfig) -> None:
     """Settings of the objects that are fed vector by vector."""
     flag(config, "enable_vectorized_attend")
     flag(config, "enable_fused_query_dot")
+    # By name, since MLX is not imported here.
+    named = not isinstance(config.dtype, str) and str(config.dtype) in FLOATS
+    if config.dtype is not None and not named:
+        raise refuse("dtype", config.dtype, f"None or one of {', '.join(FLOATS)}")
+    seen = config.observers
+    listed = isinstance(seen, list | tuple)
+    if not listed or not all(callable(getattr(o, "on_event", None)) for o in seen):
+        raise refuse("observers", seen, "a list of objects with a method on_event(event)")
 
 
 CHECKS: dict[str, Callable[[KVCacheConfig], None]] = {

@@ -39,6 +39,10 @@ def check_vecinfer(config: KVCacheConfig) -> None:
         if getattr(config, f"{side}_codebook") is None:
             _trainable(config, side, width)
     integer(config, "residual_length", 0)
+    for field in ("smooth_factors", "key_codebook", "value_codebook"):
+        given = getattr(config, field)
+        if given is not None and not (isinstance(given, list | tuple) or hasattr(given, "shape")):
+            raise refuse(field, given, "None or an array of numbers")
 
 
 def _trainable(config: KVCacheConfig, side: str, width: int) -> None:
