@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant.cache.view import CacheView
+from veloxquant.cache.view import AttentionCall, CacheView
 
 
 class FieldLayer:
@@ -40,25 +40,21 @@ class FieldLayer:
             CacheView(self, values.shape, values.dtype, is_key=False, own=True),
         )
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Attention of each row (1, Hq, L, D) as mlx-lm would compute it with that cache."""
         from mlx_lm.models import base
 
-        del view, owner
         attention: Any = base.scaled_dot_product_attention
         return mx.concatenate(
             [
                 attention(
-                    queries[i : i + 1], keys, values, cache=row, scale=scale, mask=mask, sinks=sinks
+                    call.queries[i : i + 1],
+                    keys,
+                    values,
+                    cache=row,
+                    scale=call.scale,
+                    mask=call.mask,
+                    sinks=call.sinks,
                 )
                 for i, (row, (keys, values)) in enumerate(
                     zip(self.rows, self._fetched, strict=True)

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from veloxquant.benchmarks.quality import log_probs
 from veloxquant.cache.sampling import Sampler
-from veloxquant.cache.view import CacheView
+from veloxquant.cache.view import AttentionCall, CacheView
 
 CHUNK = 256
 """Tokens of a prompt that are read at a time, as serving on a CPU does."""
@@ -36,19 +36,10 @@ class TapedLayer(Sampler):
             self.rows, self.offset = before.rows, before.offset
         self.start = self.offset
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Exact attention, noting queries and their factor."""
-        self.scale = scale
-        return super().attend(queries, view, scale, mask, sinks, owner=owner)
+        self.scale = call.scale
+        return super().attend(call)
 
     def take_cosines(self, cosines: mx.array) -> mx.array:
         """Keep those of a chunk."""
@@ -140,22 +131,12 @@ class Together:
             CacheView(self, values.shape, values.dtype, is_key=False, own=True),
         )
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Attention of the first; the others see the queries."""
-        del view
         keys, values = self._fetched[0]
-        out = keys.attend(queries, values, scale, mask, sinks)
-        for cache in self.caches[1:] if owner else ():
-            cache.observe(queries, scale)
+        out = keys.attend(call.queries, values, call.scale, call.mask, call.sinks)
+        for cache in self.caches[1:] if call.owner else ():
+            cache.observe(call.queries, call.scale)
         return out
 
     def begin_probe(self, start: int, stop: int) -> None:

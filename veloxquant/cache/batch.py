@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant.cache.view import CacheView
+from veloxquant.cache.view import AttentionCall, CacheView
 from veloxquant.core.exceptions import CacheStateError
 
 
@@ -165,25 +165,16 @@ class RowBatch:
 
     # ---- attention ----------------------------------------------------------------------
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Attention row by row over (B, Hq, L, D); padded queries give zeros.
 
         Raises:
             CacheStateError: when an array mask covers other tokens than are held, or the batch
                 changed since the view was made.
         """
-        if view.shape[0] != len(self._step):
+        if call.view.shape[0] != len(self._step):
             raise CacheStateError("the batch changed since this view was made")
-        length = queries.shape[2]
+        queries, mask, length = call.queries, call.mask, call.length
         out = []
         for i, (n, row_view) in enumerate(self._step):
             if n == 0:
@@ -196,11 +187,11 @@ class RowBatch:
             else:
                 row_mask = None if n == 1 else "causal"
             if row_view is not None:
-                row = row_view.cache.attend(q, row_view, scale, row_mask, sinks, owner=owner)
+                row = row_view.cache.attend(call._replace(queries=q, view=row_view, mask=row_mask))
             else:
                 keys, values = self.rows[i].keys_and_values()
                 row = mx.fast.scaled_dot_product_attention(
-                    q, keys, values, scale=scale, mask=row_mask, sinks=sinks
+                    q, keys, values, scale=call.scale, mask=row_mask, sinks=call.sinks
                 )
             if n < length:
                 row = mx.pad(row, [(0, 0), (0, 0), (0, length - n), (0, 0)])

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from veloxquant.cache.attend import Fresh, Mask, Run
+from veloxquant.cache.attend import Fresh, Run
 from veloxquant.cache.layer import LayerCache
 from veloxquant.cache.plans import COMPUTE_ITEMSIZE, SCORE_BYTES
 from veloxquant.cache.store import Store
-from veloxquant.cache.view import CacheView
-from veloxquant.core.exceptions import CacheStateError
+from veloxquant.cache.view import AttentionCall
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.sizes import WINDOW_STEP, CodecSpec, LayerShape
 from veloxquant.quantizers.specs.plain import PlainSpec
@@ -61,39 +60,28 @@ class ExactRows(LayerCache):
         self.key_rows.append(keys)
         self.value_rows.append(values)
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Attention over the rows in place; in tiles where the CPU would hold too many scores.
 
         Raises:
             CacheStateError: when the cache moved on since the view was made.
         """
-        pairs = queries.shape[0] * queries.shape[1] * queries.shape[2] * self.rows
+        batch, heads, length, _ = call.queries.shape
+        pairs = batch * heads * length * self.rows
         on_cpu = mx.default_device() == mx.cpu
         too_wide = on_cpu and pairs * COMPUTE_ITEMSIZE > SCORE_BYTES
         if too_wide or not self.writes_through or len(self.runs()[0]) != 1:
-            return super().attend(queries, view, scale, mask, sinks, owner=owner)
-        if view.shape[2] != self.rows:
-            raise CacheStateError(
-                f"the view stands for {view.shape[2]} tokens, the cache holds {self.rows} now"
-            )
-        if queries.shape[2] == 0:
-            return self.no_rows(queries)
+            return super().attend(call)
+        call.check(self.rows)
+        if call.length == 0:
+            return self.no_rows(call.queries)
         keys = self.key_rows.decode(0, self.rows, self._dtype)
         values = self.value_rows.decode(0, self.rows, self._dtype)
         out = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+            call.queries, keys, values, scale=call.scale, mask=call.mask, sinks=call.sinks
         )
-        if owner:
-            self.observe(queries, scale, sinks)
+        if call.owner:
+            self.observe(call.queries, call.scale, call.sinks)
         return self._settled(out)
 
     def drop(self, n: int) -> int:

@@ -7,13 +7,14 @@ counters, shapes and types are those that the codec would have made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from veloxquant.cache.store import Store
 from veloxquant.core.exceptions import CacheStateError
 
+STATE_VERSION = 1
 ROW_TYPES = ("float16", "bfloat16", "float32")
 RowShape = tuple[int, int, int, int]
 
@@ -23,6 +24,7 @@ class Fitted(Protocol):
 
     _shape: RowShape | None
     packs: int
+    method: str
 
     def streams(self) -> tuple[Sequence[Store], Sequence[Store]]:
         """Stores of keys and of values."""
@@ -35,6 +37,16 @@ class Fitted(Protocol):
     def fits_plan(self, offset: int, held: list[int]) -> bool:
         """Whether stores of these lengths may hold `offset` tokens."""
         ...
+
+
+class SavedState(NamedTuple):
+    """What a cache takes over from a state that fits it."""
+
+    offset: int
+    dtype: mx.Dtype
+    shape: RowShape | None
+    stores: list[Any]
+    extra: list[Any]
 
 
 def _head_sizes(cache: Fitted) -> tuple[int, int]:
@@ -84,12 +96,28 @@ def check_queries(queries: mx.array, shape: RowShape, dtype: mx.Dtype, most: int
         )
 
 
-def check_state(cache: Fitted, offset: Any, dtype: Any, shape: Any, stores: list[Any]) -> None:
-    """Make sure that a state may be taken over.
+def fitting_state(cache: Fitted, saved: Any) -> SavedState:
+    """The parts of a state, once it is sure that this cache may take it over.
 
     Raises:
-        CacheStateError: naming what does not fit.
+        CacheStateError: when another version, method or layout wrote it, or a part does not fit.
     """
+    try:
+        version, method, offset, dtype, shape, stores, extra = saved
+    except (TypeError, ValueError) as error:
+        raise CacheStateError("this is not the state of a cache of ours") from error
+    if version != STATE_VERSION:
+        raise CacheStateError(f"state of format {version}; this version reads {STATE_VERSION}")
+    if method != cache.method:
+        raise CacheStateError(f"state of method {method!r} given to a cache of {cache.method!r}")
+    layout = cache.layout()
+    if len(layout) != len(stores):
+        raise CacheStateError(f"state has {len(stores)} stores, this cache {len(layout)}")
+    _check_parts(cache, offset, dtype, shape, stores)
+    return SavedState(int(offset), getattr(mx, dtype), tuple(shape) or None, stores, extra)
+
+
+def _check_parts(cache: Fitted, offset: Any, dtype: Any, shape: Any, stores: list[Any]) -> None:
     if dtype not in ROW_TYPES or type(offset) is not int or offset < 0:
         raise CacheStateError(f"state with type {dtype!r} and offset {offset!r}")
     if len(shape) not in (0, 4) or not all(type(n) is int and n > 0 for n in shape):

@@ -8,12 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant.cache.attend import Fresh, Mask, Run, attend
+from veloxquant.cache.attend import Fresh, Run, attend
 from veloxquant.cache.composed import ComposedCache
 from veloxquant.cache.layouts.latent import joined_shape
 from veloxquant.cache.plans import LayerPlan
-from veloxquant.cache.view import CacheView
-from veloxquant.core.exceptions import CacheStateError
+from veloxquant.cache.view import AttentionCall
 from veloxquant.quantizers.base import Codec
 from veloxquant.quantizers.sizes import LayerShape
 
@@ -95,34 +94,22 @@ class JoinedHeads(ComposedCache):
             return keys, values
         return parted(keys, self.packs), parted(values, self.packs)
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Attention of (B, Hq, L, D) with all tokens held, in the queries' type.
 
         Raises:
             CacheStateError: when the cache moved on since the view was made.
         """
         if self.packs == 1:
-            return super().attend(queries, view, scale, mask, sinks, owner=owner)
-        if view.shape[2] != self.rows:
-            raise CacheStateError(
-                f"the view stands for {view.shape[2]} tokens, the cache holds {self.rows} now"
-            )
-        if queries.shape[2] == 0:
-            return self.no_rows(queries)
+            return super().attend(call)
+        call.check(self.rows)
+        if call.length == 0:
+            return self.no_rows(call.queries)
         _, n_kv, _, v_dim = self._known_shape()
-        keys, values = self.attended(mask, queries.shape[2])
+        keys, values = self.attended(call.mask, call.length)
         out: Any = attend(
-            spread(queries, n_kv, self.packs), keys, values, n_kv=n_kv // self.packs,
-            v_dim=self.packs * v_dim, scale=scale, mask=mask, sinks=sinks,
+            spread(call.queries, n_kv, self.packs), keys, values, n_kv=n_kv // self.packs,
+            v_dim=self.packs * v_dim, scale=call.scale, mask=call.mask, sinks=call.sinks,
             use_kernels=self.use_kernels,
         )  # fmt: skip
         return self._settled(gathered(out, n_kv, self.packs))

@@ -18,13 +18,12 @@ import mlx.core as mx
 from veloxquant.cache.attend import Fresh, Mask, Run, attend, decode_range
 from veloxquant.cache.batch import RowBatch
 from veloxquant.cache.by_config import ByConfig
-from veloxquant.cache.fitting import check_state, shape_of_rows
+from veloxquant.cache.fitting import STATE_VERSION, fitting_state, shape_of_rows
 from veloxquant.cache.store import Store
-from veloxquant.cache.view import CacheView
+from veloxquant.cache.view import AttentionCall, CacheView
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.quantizers.sizes import LayerShape
 
-STATE_VERSION = 1
 Rows = tuple[mx.array, mx.array]
 
 
@@ -135,35 +134,23 @@ class LayerCache(metaclass=ByConfig):
         out = tuple(decode_range(side, 0, total, self._dtype) for side in (keys, values))
         return self._settled(out[0]), out[1]
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Attention of (B, Hq, L, D) with all tokens held, in the queries' type.
 
         Raises:
             CacheStateError: when the cache moved on since the view was made.
         """
-        if view.shape[2] != self.rows:
-            raise CacheStateError(
-                f"the view stands for {view.shape[2]} tokens, the cache holds {self.rows} now"
-            )
-        if queries.shape[2] == 0:
-            return self.no_rows(queries)
-        keys, values = self.attended(mask, queries.shape[2])
+        call.check(self.rows)
+        if call.length == 0:
+            return self.no_rows(call.queries)
+        keys, values = self.attended(call.mask, call.length)
         _, n_kv, _, v_dim = self._known_shape()
         out = attend(
-            queries, keys, values, n_kv=n_kv, v_dim=v_dim, scale=scale, mask=mask, sinks=sinks,
-            use_kernels=self.use_kernels,
+            call.queries, keys, values, n_kv=n_kv, v_dim=v_dim,
+            scale=call.scale, mask=call.mask, sinks=call.sinks, use_kernels=self.use_kernels,
         )  # fmt: skip
-        if owner:
-            self.observe(queries, scale, sinks)
+        if call.owner:
+            self.observe(call.queries, call.scale, call.sinks)
         return self._settled(out)
 
     def no_rows(self, queries: mx.array) -> mx.array:
@@ -331,25 +318,12 @@ class LayerCache(metaclass=ByConfig):
         Raises:
             CacheStateError: when it was written by another version, method or layout.
         """
-        try:
-            version, method, offset, dtype, shape, stores, extra = saved
-        except (TypeError, ValueError) as error:
-            raise CacheStateError("this is not the state of a cache of ours") from error
-        if version != STATE_VERSION:
-            raise CacheStateError(f"state of format {version}; this version reads {STATE_VERSION}")
-        if method != self.method:
-            raise CacheStateError(f"state of method {method!r} given to a cache of {self.method!r}")
-        layout = self.layout()
-        if len(layout) != len(stores):
-            raise CacheStateError(f"state has {len(stores)} stores, this cache {len(layout)}")
-        check_state(self, offset, dtype, shape, stores)
+        fits = fitting_state(self, saved)
         self.pending = None
-        self.offset = int(offset)
-        self._dtype = getattr(mx, dtype)
-        self._shape = tuple(shape) or None  # type: ignore[assignment]
-        for store, held in zip(layout, stores, strict=True):
+        self.offset, self._dtype, self._shape = fits.offset, fits.dtype, fits.shape
+        for store, held in zip(self.layout(), fits.stores, strict=True):
             store.adopt(held)
-        self.restore_extra(extra)
+        self.restore_extra(fits.extra)
         self._unevaluated = list(self.arrays())
 
     def fits_plan(self, offset: int, held: list[int]) -> bool:

@@ -5,11 +5,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant.cache.attend import Mask, decode_range
+from veloxquant.cache.attend import decode_range
 from veloxquant.cache.evicting import POSITIONS, EvictingCache
 from veloxquant.cache.pooled_heads import HeadRows, counts_of, pooled_attention
 from veloxquant.cache.row_moves import share_rows
-from veloxquant.cache.view import CacheView
+from veloxquant.cache.view import AttentionCall
 from veloxquant.core.exceptions import CacheStateError
 
 
@@ -41,32 +41,26 @@ class PooledHeadsCache(EvictingCache):
 
     # ---- attention ----------------------------------------------------------------------
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Attention of every query with its head's slots and later rows.
 
         Raises:
             CacheStateError: when the cache moved on since the view was made, or the mask is an
                 array, which cannot tell unequal heads apart.
         """
-        if self.head_rows is None or queries.shape[2] == 0:
-            return super().attend(queries, view, scale, mask, sinks, owner=owner)
-        if view.shape[2] != self.rows or isinstance(mask, mx.array):
+        if self.head_rows is None or call.length == 0:
+            return super().attend(call)
+        call.check(self.rows)
+        if isinstance(call.mask, mx.array):
             raise CacheStateError(
-                f"the view stands for {view.shape[2]} tokens, the cache holds {self.rows} now, of "
-                f"unequal heads; make a new view, and pass no mask array"
+                f"a mask array {call.mask.shape} came to heads that hold unequal numbers of rows, "
+                f"which it cannot tell apart; pass None or 'causal'"
             )
         rows = (decode_range(side, 0, self.rows, self._dtype) for side in self.runs())
         sides = [HeadRows(x[:, :, : self.pool_rows], x[:, :, self.pool_rows :]) for x in rows]
-        out = pooled_attention(queries, sides[0], sides[1], self.head_rows, scale, sinks)
+        out = pooled_attention(
+            call.queries, sides[0], sides[1], self.head_rows, call.scale, call.sinks
+        )
         return self._settled(out)
 
     def _arrays(self) -> tuple[mx.array, mx.array]:

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from veloxquant.cache.batch import RowBatch
-from veloxquant.cache.view import CacheView
+from veloxquant.cache.view import AttentionCall, CacheView
 
 
 class Recorder:
@@ -46,23 +46,13 @@ class Recorder:
             CacheView(self, values.shape, values.dtype, is_key=False, own=True),
         )
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Exact attention, noting the number of query heads."""
-        del view, owner
         assert self.rows is not None
-        self.n_q_heads = queries.shape[1]
+        self.n_q_heads = call.queries.shape[1]
         keys, values = self.rows
         return mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=mask, sinks=sinks
+            call.queries, keys, values, scale=call.scale, mask=call.mask, sinks=call.sinks
         )
 
     def make_mask(

@@ -13,7 +13,7 @@ import numpy as np
 from veloxquant.cache.context import LayerSample
 from veloxquant.cache.probe import ModelPlan, Path, native_caches, replace_plain
 from veloxquant.cache.recorder import Recorder
-from veloxquant.cache.view import CacheView
+from veloxquant.cache.view import AttentionCall
 from veloxquant.core.exceptions import QuantizerConfigError
 
 WINDOW = 1024
@@ -34,20 +34,11 @@ class Sampler(Recorder):
         super().__init__(views=views)
         self.asked: list[mx.array] = []
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Exact attention; queries of layers that borrow these keys are not kept."""
-        if owner:
-            self.asked.append(queries)
-        return super().attend(queries, view, scale, mask, sinks, owner=owner)
+        if call.owner:
+            self.asked.append(call.queries)
+        return super().attend(call)
 
 
 class Samples(Sequence[LayerSample]):

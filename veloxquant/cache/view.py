@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
+
+from veloxquant.core.exceptions import CacheStateError
+
+
+class AttentionCall(NamedTuple):
+    """What one layer asks of a cache that computes attention itself."""
+
+    queries: mx.array
+    """(B, Hq, L, D)."""
+    view: CacheView
+    """The keys to attend to, as the cache gave them."""
+    scale: float
+    """Factor on the scores."""
+    mask: mx.array | str | None
+    """None, "causal", or an array that broadcasts to (B, Hq, L, T)."""
+    sinks: mx.array | None
+    """(Hq,) logits that join the denominator only."""
+    owner: bool
+    """Whether the layer's own attention asks, which may feed a scorer; not one that borrows."""
+
+    @property
+    def length(self) -> int:
+        """Tokens L that ask."""
+        return self.queries.shape[2]
+
+    def current(self, rows: int) -> bool:
+        """Whether the view stands for the `rows` tokens that its cache holds now."""
+        return self.view.shape[2] == rows
+
+    def check(self, rows: int) -> None:
+        """Refuse a view of another state than that of `rows` tokens.
+
+        Raises:
+            CacheStateError: when the cache moved on since the view was made.
+        """
+        if not self.current(rows):
+            raise CacheStateError(
+                f"the view stands for {self.view.shape[2]} tokens, the cache holds {rows} now"
+            )
+
+    def of_one_token(self, rows: int) -> bool:
+        """Whether one token asks, of all `rows` held: then a method may read a part of them."""
+        return self.current(rows) and self.length == 1 and not isinstance(self.mask, mx.array)
 
 
 class Attending(Protocol):
     """A cache that computes attention itself."""
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: mx.array | str | None,
-        sinks: mx.array | None,
-        *,
-        owner: bool,
-    ) -> mx.array:
-        """Attention of the queries with everything the view stands for."""
+    def attend(self, call: AttentionCall) -> mx.array:
+        """Attention (B, Hq, L, D) of the queries with everything the view stands for."""
         ...
 
 
@@ -63,4 +97,4 @@ class CacheView:
         if not isinstance(values, CacheView) or values.cache is not self.cache or values.is_key:
             raise TypeError("keys are a cache view; values must be the view of the same cache")
         owner, self._unread = self._unread, False
-        return self.cache.attend(queries, self, scale, mask, sinks, owner=owner)
+        return self.cache.attend(AttentionCall(queries, self, scale, mask, sinks, owner))

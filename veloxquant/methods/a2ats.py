@@ -18,13 +18,13 @@ from typing import ClassVar, cast
 
 import mlx.core as mx
 
-from veloxquant.cache.attend import Mask, Run, attend
+from veloxquant.cache.attend import Run, attend
 from veloxquant.cache.composed import ComposedCache
 from veloxquant.cache.context import LayerContext, LayerSample
 from veloxquant.cache.layouts.vector import A2ATS_SINKS, a2ats_codes, a2ats_plan, coded_tokens
 from veloxquant.cache.picked import Picked
 from veloxquant.cache.store import Store
-from veloxquant.cache.view import CacheView
+from veloxquant.cache.view import AttentionCall
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import CodebookDimensionMismatch, QuantizerConfigError
 from veloxquant.quantizers.a2ats import (
@@ -88,31 +88,21 @@ class A2ATSKVCache(ComposedCache):
 
     # ---- attention ----------------------------------------------------------------------
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Attention of (B, Hq, L, D): of a single query with the retrieved tokens, else with all.
 
         Raises:
             CacheStateError: when the cache moved on since the view was made.
         """
-        fresh = view.shape[2] == self.rows
-        if not fresh or queries.shape[2] != 1 or isinstance(mask, mx.array) or not self._sparse():
-            return super().attend(queries, view, scale, mask, sinks, owner=owner)
-        index = self.retrieved(queries, scale)
+        if not call.of_one_token(self.rows) or not self._sparse():
+            return super().attend(call)
+        index = self.retrieved(call.queries, call.scale)
         keys, values = self.runs()
         sides = [self._narrowed(keys, index), self._narrowed(values, index)]
         _, heads, _, v_dim = self._known_shape()
         out = attend(
-            queries, *sides, n_kv=heads, v_dim=v_dim, scale=scale, mask=None, sinks=sinks,
-            use_kernels=self.use_kernels,
+            call.queries, *sides, n_kv=heads, v_dim=v_dim,
+            scale=call.scale, mask=None, sinks=call.sinks, use_kernels=self.use_kernels,
         )  # fmt: skip
         return self._settled(out)
 

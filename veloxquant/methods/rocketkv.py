@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from veloxquant.cache.attend import Fresh, Mask, Run, attend
+from veloxquant.cache.attend import Fresh, Run, attend
 from veloxquant.cache.attention_rows import softmax_beside
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import EvictingCache, Policy
@@ -28,7 +28,7 @@ from veloxquant.cache.layouts.eviction_pages import rocketkv_split
 from veloxquant.cache.picked import Picked
 from veloxquant.cache.scorers import WindowAttention
 from veloxquant.cache.store import Store
-from veloxquant.cache.view import CacheView
+from veloxquant.cache.view import AttentionCall
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.quantizers.codecs import codec_for
@@ -117,24 +117,15 @@ class RocketKVKVCache(EvictingCache):
         """Whether a single query leaves rows out."""
         return self.pages_read < self.page_max.length and not self._due
 
-    def attend(
-        self,
-        queries: mx.array,
-        view: CacheView,
-        scale: float,
-        mask: Mask,
-        sinks: mx.array | None,
-        *,
-        owner: bool,
-    ) -> mx.array:
+    def attend(self, call: AttentionCall) -> mx.array:
         """Attention of (B, Hq, L, D): of a single query with its pages, else with all rows.
 
         Raises:
             CacheStateError: when the cache moved on since the view was made.
         """
-        fresh = view.shape[2] == self.rows
-        if not fresh or queries.shape[2] != 1 or isinstance(mask, mx.array) or not self._sparse():
-            return super().attend(queries, view, scale, mask, sinks, owner=owner)
+        if not call.of_one_token(self.rows) or not self._sparse():
+            return super().attend(call)
+        queries, scale, sinks = call.queries, call.scale, call.sinks
         batch, heads, dim, v_dim = self._known_shape()
         index = self._picked(queries.reshape(batch, heads, -1, dim), scale, sinks)
         if self.writes_through:
@@ -148,7 +139,7 @@ class RocketKVKVCache(EvictingCache):
                 queries, *runs, n_kv=heads, v_dim=v_dim, scale=scale, mask=None, sinks=sinks,
                 use_kernels=self.use_kernels,
             )  # fmt: skip
-        if owner:
+        if call.owner:
             self.observe(queries, scale, sinks)
         return self._settled(out)
 

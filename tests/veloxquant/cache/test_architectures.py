@@ -11,6 +11,7 @@ from tests.architectures import TABLE, feed, prompt, tiny, uncompiled
 from veloxquant.cache.builder import new_caches, plan_model
 from veloxquant.cache.probe import ModelPlan, probe
 from veloxquant.cache.table import row_of
+from veloxquant.cache.view import AttentionCall
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.core.exceptions import QuantizerConfigError
 
@@ -122,10 +123,9 @@ def test_sinks_of_gpt_oss_are_in_the_softmax(monkeypatch: pytest.MonkeyPatch) ->
     caches = new_caches(plan, config)
     attend = caches[1].attend
 
-    def without_sinks(*args: Any, owner: bool) -> Any:
-        *others, sinks = args
-        assert sinks is not None
-        return attend(*others, None, owner=owner)
+    def without_sinks(call: AttentionCall) -> mx.array:
+        assert call.sinks is not None
+        return attend(call._replace(sinks=None))
 
     monkeypatch.setattr(caches[1], "attend", without_sinks)
     assert apart(run(model, caches), want) > 10 * close
@@ -143,9 +143,9 @@ def test_layers_that_share_keys_attend_again_but_feed_the_scorer_once(
     attended, observed = [], []
     attend, observe = shared.attend, shared.observe
 
-    def counted_attend(*args: Any, owner: bool) -> Any:
-        attended.append(owner)
-        return attend(*args, owner=owner)
+    def counted_attend(call: AttentionCall) -> mx.array:
+        attended.append(call.owner)
+        return attend(call)
 
     def counted_observe(*args: Any) -> None:
         observed.append(args)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from veloxquant.cache import hook
-from veloxquant.cache.view import CacheView
+from veloxquant.cache.view import AttentionCall, CacheView
 
 NAME = "scaled_dot_product_attention"
 
@@ -21,10 +21,11 @@ class Spy:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def attend(self, *args: Any, owner: bool) -> Any:
-        queries, _, scale, mask, sinks = args
-        self.calls.append({"scale": scale, "mask": mask, "sinks": sinks, "owner": owner})
-        return queries
+    def attend(self, call: AttentionCall) -> Any:
+        self.calls.append(
+            {name: getattr(call, name) for name in ("scale", "mask", "sinks", "owner")}
+        )
+        return call.queries
 
     def views(self, *, own: bool = True) -> tuple[CacheView, CacheView]:
         shape = (1, 1, 3, 8)
