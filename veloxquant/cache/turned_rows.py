@@ -34,7 +34,8 @@ class TurnedRows:
     def __call__(self, x: mx.array) -> mx.array:
         """Rows (B, H, 8n, D) fp32 for keys (B, H, n, D)."""
         still = turned_back(self.rope, x.astype(mx.float32), self.first, self.positions)
-        middle = still.mean(axis=2, keepdims=True)
+        # The median: one loud key must not move the others.
+        middle = mx.sort(still, axis=2)[:, :, still.shape[2] // 2, None]
         rows = mx.concatenate([middle + self.guard * (still - middle)] * COPIES, axis=2)
         # Not in step with any frequency.
         places = np.random.default_rng(0).integers(0, CONTEXT, rows.shape[2], dtype=np.int32)

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from veloxquant.kernels.native import MAX_DIM, SPARSE, NativeRun
 from veloxquant.quantizers import slots, sparse
-from veloxquant.quantizers.base import Packed, Shared, TokenAxis
+from veloxquant.quantizers.base import NativeParts, Packed, Shared, TokenAxis
 from veloxquant.quantizers.codecs import codec_for
 from veloxquant.quantizers.lowrank import low_rank
 from veloxquant.quantizers.specs.coded import CorrectedSpec
@@ -131,8 +131,10 @@ class CorrectedCodec(Shared):
             out = out + slots.scattered(w, packed["si"], packed["sv"], self.dim)
         return out
 
-    def native(self, packed: Packed, start: int, stop: int) -> tuple[NativeRun, ...]:
-        """Backbone, factors and exact entries as parts that add up."""
+    def native(self, packed: Packed, start: int, stop: int) -> NativeParts | None:
+        """Backbone, factors and exact entries as parts that add up; None for too many factors."""
+        if self.rank > MAX_DIM:
+            return None
         base = self.base.native(packed, start, stop)
         assert isinstance(base, NativeRun)
         parts = [base]

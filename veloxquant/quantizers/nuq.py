@@ -23,12 +23,32 @@ from veloxquant.quantizers.specs.grouped import index_bytes
 from veloxquant.quantizers.specs.nuq import NuqChannelSpec, NuqSpec, NuqTokenSpec
 
 _TILE = 1024
+_LOUD = 2.0
+"""Times the usual distance from the median beyond which a token is loud."""
+_LEAST = 0.5
+"""Share of the median range that every channel has."""
 _TINY = 1e-30
 
 
 def _ratio(x: mx.array, unit: mx.array) -> mx.array:
     """How many units `x` is, 0 where the unit is 0."""
     return mx.where(unit > 0, x / mx.maximum(unit, _TINY), 0.0)
+
+
+def _floored(unit: mx.array) -> mx.array:
+    """Units of channels (..., D), none far below the others, whom the sample may have hidden.
+
+    Only their proportions matter, so they are all one where nothing was seen.
+    """
+    middle = mx.sort(unit, axis=-1)[..., unit.shape[-1] // 2, None]
+    mean = unit.mean(axis=-1, keepdims=True)
+    least = _LEAST * mx.where(middle > 0, middle, mean)
+    return mx.where(mean > 0, mx.maximum(unit, least), 1.0)
+
+
+def _even(dim: int) -> mx.array:
+    """What the entries of a row without any are taken for when levels are fitted: (D,)."""
+    return mx.linspace(-1.0, 1.0, dim)
 
 
 def _median(x: mx.array) -> mx.array:
@@ -272,15 +292,29 @@ class NuqChannelCodec(_NuqCodec):
         return self._learn(self.seen(x).astype(mx.float32)[:, :, None], x.dtype)
 
     def _learn(self, x: mx.array, dtype: mx.Dtype) -> Packed:
-        away = mx.abs(x - _median(x))
+        x, middle = self._tame(x)
+        away = mx.abs(x - middle)
         # Medians, because one huge entry must not make the others of its channel look small.
         out = mark(_ratio(away, _median(away)), self.count)
-        off, rng = (a.astype(dtype) for a in _span(x, out, _median(x), 3))
+        off, rng = _span(x, out, middle, 3)
+        off, rng = saturated(off, dtype), saturated(_floored(rng), dtype)
         t = _ratio(x - off.astype(mx.float32), rng.astype(mx.float32))
-        t = _ratio(t, self._reach(t, dtype).astype(mx.float32))
-        t = mx.where(out, 0.0, t).reshape(*x.shape[:3], -1)
-        levels = lloyd_levels(t, self.spec.bits, self.spec.sweeps)
+        reach = self._reach(t, dtype).astype(mx.float32)
+        t = mx.where(reach > 0, mx.where(out, 0.0, _ratio(t, reach)), _even(self.dim))
+        levels = lloyd_levels(t.reshape(*x.shape[:3], -1), self.spec.bits, self.spec.sweeps)
         return {"off": off.squeeze(3), "rng": rng.squeeze(3), "levels": levels}
+
+    def _tame(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Rows whose distance from the median is at most twice the usual one, and that median.
+
+        Every token has a factor when it is coded: a loud one shall not set the ranges.
+        """
+        x = mx.where(mx.isfinite(x), x, 0.0)
+        middle = _median(x)
+        away = mx.abs(x - middle)
+        loud = self._reach(_ratio(away, _floored(_median(away))), mx.float32)
+        most = _LOUD * mx.sort(loud, axis=3)[:, :, :, loud.shape[3] // 2, None]
+        return middle + (x - middle) * mx.where(loud > most, _ratio(most, loud), 1.0), middle
 
     def _normal(self, x: mx.array, fitted: Packed, dtype: mx.Dtype) -> tuple[Any, ...]:
         off, rng = (fitted[k].astype(mx.float32)[..., None, :] for k in ("off", "rng"))
@@ -336,8 +370,10 @@ class NuqTokenCodec(_NuqCodec):
         return mx.repeat(a.astype(mx.float32), self.spec.group, axis=-1)[..., : self.dim]
 
     def _learn(self, x: mx.array, dtype: mx.Dtype) -> Packed:
+        x = mx.where(mx.isfinite(x), x, 0.0)
         out, off, rng = self._ranges(x, dtype)
         t = mx.where(out, 0.0, _ratio(x - self._each(off), self._each(rng)))
+        t = mx.where(mx.abs(x).max(axis=-1, keepdims=True) > 0, t, _even(self.dim))
         t = t.reshape(*x.shape[:3], -1)
         return {"levels": lloyd_levels(t, self.spec.bits, self.spec.sweeps)}
 

@@ -176,3 +176,10 @@ def test_values_may_stay_exact_and_are_counted_as_such() -> None:
     assert cache.compressed_value_bytes == cache.base_only_value_bytes == 0
     assert cache.value_fp16_bytes >= tokens.values.nbytes
     assert cache.compressed_key_bytes + cache.residual_fp16_bytes == cache.nbytes
+
+
+def test_more_factors_than_the_kernel_reads_channels() -> None:
+    tokens = random_tokens(260, seed=9, heads=1, k_dim=576)
+    cache = filled(tokens, 64, gear_rank=513)
+    assert worst(held_rows(cache)[0], tokens.keys) < 1.0
+    attend(cache, random_tokens(1, seed=10, heads=1, k_dim=576))

@@ -189,3 +189,43 @@ def test_a_calibration_is_made_for_all_positions() -> None:
         cache.commit()
         lost[name] = mx.square(held_rows(cache)[0] - tokens.keys)[:, :, 1000:].mean().item()
     assert lost["known"] < 0.5 * lost["unknown"]
+
+
+def late_loss(tokens: Tokens, *, known: bool) -> float:
+    """Share of the energy of later keys that their codes lose."""
+    context = LayerContext(views=True, rope=nn.RoPE(64) if known else None)
+    cache = build_layer(config_of(), shape_of(tokens), context)
+    feed(cache, tokens, 64)
+    cache.commit()
+    got, true = held_rows(cache)[0][:, :, 140:], tokens.keys[:, :, 140:]
+    return float((mx.square(got - true).sum() / mx.square(true).sum()).item())
+
+
+def test_first_tokens_that_are_alike_do_not_spoil_the_later_ones() -> None:
+    """A prompt that begins with blanks or padding says little about ranges."""
+    tokens, place = random_tokens(300, seed=22), mx.arange(300)[:, None]
+    usual = late_loss(tokens._replace(keys=nn.RoPE(64)(tokens.keys)), known=True)
+    one = tokens.keys[:, :, 5:6]
+    noise = 0.01 * mx.random.normal(tokens.keys.shape, key=mx.random.key(23))
+    for first, most in ((one, 8.0), (one * (1 + noise), 8.0), (mx.zeros_like(one), 2.0)):
+        keys = nn.RoPE(64)(mx.where(place < 100, first, tokens.keys))
+        assert late_loss(tokens._replace(keys=keys), known=True) < most * usual
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("factor", [10.0, 1000.0, float("nan")])
+def test_a_loud_first_token_does_not_spoil_the_later_ones(known: bool, factor: float) -> None:
+    tokens, place = random_tokens(300, seed=24), mx.arange(300)[:, None]
+    usual = late_loss(tokens._replace(keys=nn.RoPE(64)(tokens.keys)), known=known)
+    keys = nn.RoPE(64)(mx.where(place == 20, factor * tokens.keys, tokens.keys))
+    assert late_loss(tokens._replace(keys=keys), known=known) < 1.2 * usual
+
+
+def test_keys_of_16_bits_stay_finite_where_the_rotation_is_known() -> None:
+    tokens = random_tokens(200, seed=25, dtype=mx.float16)
+    tokens = tokens._replace(keys=(mx.sign(tokens.keys) * 40_000).astype(mx.float16))
+    context = LayerContext(views=True, rope=nn.RoPE(64))
+    cache = build_layer(config_of(), shape_of(tokens), context)
+    feed(cache, tokens)
+    cache.commit()
+    assert mx.isfinite(held_rows(cache)[0]).all().item()

@@ -247,3 +247,29 @@ def test_counters() -> None:
 def test_impossible_widths_are_refused(choices: Any) -> None:
     with pytest.raises(QuantizerConfigError, match="kvtc_bit_choices"):
         filled(random_tokens(1), kvtc_bit_choices=choices)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("first", ["equal", "flat", "nan", "inf"])
+def test_any_first_rows_give_a_basis(first: str, known: bool) -> None:
+    tokens, place = random_tokens(700, seed=31), mx.arange(700)[:, None]
+    changed = {
+        "equal": mx.where(place < 300, tokens.keys[:, :, 5:6], tokens.keys),
+        "flat": tokens.keys[..., :2] @ tokens.keys[:, :, :2],
+        "nan": mx.where(place == 30, mx.nan, tokens.keys),
+        "inf": mx.where(place == 30, mx.inf, tokens.keys),
+    }
+    rope = nn.RoPE(64)
+    tokens = tokens._replace(keys=rope(changed[first]))
+    context = LayerContext(views=True, rope=rope if known else None)
+    cache = build(config_of(), shape_of(tokens), context)
+    cache.returns = "views"
+    feed(cache, tokens, 64)
+    cache.commit()
+    got, true = held_rows(cache)[0][:, :, 400:], tokens.keys[:, :, 400:]
+    assert mx.isfinite(got).all().item()
+    if not known and first in ("equal", "flat"):
+        return  # a basis of rows turned by the first positions suits no others
+    # Equal rows say nothing of later ones but their size.
+    most = 0.3 if first == "equal" else 0.02
+    assert mx.square(got - true).sum().item() < most * mx.square(true).sum().item()

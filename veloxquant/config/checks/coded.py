@@ -1,6 +1,5 @@
 """Ranges of the methods that transform, correct or entropy-code whole blocks."""
 
-import math
 from collections.abc import Callable
 
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -18,6 +17,8 @@ from veloxquant.config.ranges import (
 CHUNK = 256
 MAX_DIM = 1024
 MAX_COMPONENT_BITS = 8
+MOST_BETA = 100.0
+"""Most that one bit more may be said to divide a component's error by; 4 is that of fine steps."""
 
 
 def check_gear(config: KVCacheConfig) -> None:
@@ -50,7 +51,7 @@ def check_kvtc(config: KVCacheConfig) -> None:
             "kvtc_bit_choices", choices, f"increasing integers from 0 up to {MAX_COMPONENT_BITS}"
         )
     integer(config, "kvtc_bit_budget", 0, MAX_DIM * MAX_COMPONENT_BITS)
-    real(config, "kvtc_beta", 1, math.inf, open_low=True)
+    real(config, "kvtc_beta", 1, MOST_BETA, open_low=True)
 
 
 def check_cachegen(config: KVCacheConfig) -> None:

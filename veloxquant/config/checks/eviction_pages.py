@@ -12,6 +12,8 @@ QUERY_ROWS = 256
 """Most queries that a window may hold: they are scored at once."""
 KVZIP_NEIGHBOURS = 2
 """Rows behind which a query's attention counts: itself and its neighbour saturate."""
+MOST_CALIB_TOKENS = 65_536
+"""First queries that are held until there is a filter."""
 
 
 def check_qfilters(config: KVCacheConfig) -> None:
@@ -19,7 +21,7 @@ def check_qfilters(config: KVCacheConfig) -> None:
     sink, recent = integer(config, "qfilters_n_sink", 0), integer(config, "qfilters_recent", 0)
     least = sink + max(1, recent)
     budget_over(config, "qfilters_budget", least, "qfilters_n_sink + max(1, qfilters_recent)")
-    integer(config, "qfilters_calib_tokens", 8)
+    integer(config, "qfilters_calib_tokens", 8, MOST_CALIB_TOKENS)
     one_of(config, "qfilters_sign", (1, -1))
     if config.qfilters_min_retention is not None:
         real(config, "qfilters_min_retention", 0.0, 1.0)
