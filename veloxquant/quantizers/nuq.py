@@ -17,6 +17,7 @@ from veloxquant.kernels.native import PLAIN, SPARSE, VECTOR, Basis, NativeRun
 from veloxquant.quantizers.base import NativeParts, Packed, Shared, TokenAxis, saturated
 from veloxquant.quantizers.fitted import for_batch
 from veloxquant.quantizers.levels import book_of, codes_of, lloyd_levels, looked_up, nearest
+from veloxquant.quantizers.run_bases import Constant, Groups, Piece, Scaled
 from veloxquant.quantizers.sizes import round_up
 from veloxquant.quantizers.sparse import corrected, largest, mark, missed
 from veloxquant.quantizers.specs.grouped import index_bytes
@@ -206,67 +207,6 @@ class _NuqCodec(Shared):
         return self._rows(packed).astype(dtype)
 
 
-class _Scaled:
-    """Channels times a factor each, (B, H, 1, D)."""
-
-    def __init__(self, factor: mx.array) -> None:
-        self.factor = factor
-
-    def rotate_query(self, q: mx.array) -> mx.array:
-        """Queries for rows without the factor."""
-        return q * self.factor
-
-    def unrotate(self, x: mx.array) -> mx.array:
-        """Sums of rows with the factor."""
-        return x * self.factor
-
-
-class _Constant:
-    """One row, (B, H, 1, D), that every token adds."""
-
-    def __init__(self, row: mx.array) -> None:
-        self.row = row
-
-    def rotate_query(self, q: mx.array) -> mx.array:
-        """Products with the row."""
-        return (q * self.row).sum(axis=-1, keepdims=True)
-
-    def unrotate(self, x: mx.array) -> mx.array:
-        """The row times sums of weights."""
-        return x * self.row
-
-
-class _Piece:
-    """Channels from `start` on, of `dim`."""
-
-    def __init__(self, start: int, stop: int, dim: int) -> None:
-        self.start, self.stop, self.dim = start, stop, dim
-
-    def rotate_query(self, q: mx.array) -> mx.array:
-        """These channels of queries."""
-        return q[..., self.start : self.stop]
-
-    def unrotate(self, x: mx.array) -> mx.array:
-        """Sums of these channels among zeros."""
-        return mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(self.start, self.dim - self.stop)])
-
-
-class _Groups:
-    """One number for each `group` channels, of `dim`."""
-
-    def __init__(self, group: int, dim: int) -> None:
-        self.group, self.dim = group, dim
-
-    def rotate_query(self, q: mx.array) -> mx.array:
-        """Sums of the groups of queries."""
-        wide = mx.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, -self.dim % self.group)])
-        return wide.reshape(*q.shape[:-1], -1, self.group).sum(axis=-1)
-
-    def unrotate(self, x: mx.array) -> mx.array:
-        """Each number for all channels of its group."""
-        return mx.repeat(x, self.group, axis=-1)[..., : self.dim]
-
-
 class NuqChannelCodec(_NuqCodec):
     """Keys: `off` and `rng` (B, H, tables, D), middle and half range of each channel.
 
@@ -337,8 +277,8 @@ class NuqChannelCodec(_NuqCodec):
         off, rng = (packed[k].astype(mx.float32) for k in ("off", "rng"))
         ones = mx.broadcast_to(mx.array(1.0), (*packed["w"].shape[:3], 1))
         return [
-            self._entries(packed["w"], start, stop, self.lanes, book, _Scaled(rng), packed["s"]),
-            NativeRun(PLAIN, ones, start, stop, 1, basis=_Constant(off), dim=1),
+            self._entries(packed["w"], start, stop, self.lanes, book, Scaled(rng), packed["s"]),
+            NativeRun(PLAIN, ones, start, stop, 1, basis=Constant(off), dim=1),
         ]
 
 
@@ -392,14 +332,14 @@ class NuqTokenCodec(_NuqCodec):
     def _native_codes(
         self, packed: Packed, start: int, stop: int, book: mx.array
     ) -> list[NativeRun]:
-        groups = _Groups(self.spec.group, self.dim)
+        groups = Groups(self.spec.group, self.dim)
         out = [
             NativeRun(PLAIN, packed["off"], start, stop, self.groups, basis=groups, dim=self.groups)
         ]
         width, words = self.spec.group, self.spec.group * self.spec.bits // 32
         for g in range(self.groups):
             own = packed["w"][..., g * words : (g + 1) * words]
-            basis = _Piece(g * width, min((g + 1) * width, self.dim), self.dim)
+            basis = Piece(g * width, min((g + 1) * width, self.dim), self.dim)
             run = self._entries(own, start, stop, width, book, basis, packed["rng"][..., g : g + 1])
             out.append(run._replace(dim=basis.stop - basis.start))
         return out
