@@ -26,8 +26,6 @@ STEPS = (0.0, 1.596, 0.996, 0.586, 0.335, 0.188, 0.1041, 0.0569, 0.0308)
 """Best uniform step for a unit Gaussian by width (Max 1960)."""
 _RUN_WORDS = MAX_DIM // 32
 _USED, _SPREAD = 8, 16
-_EQUAL = 1e-6
-"""Share of its mean square below which the variance of a sample is rounding."""
 
 
 class Moments(NamedTuple):
@@ -48,15 +46,6 @@ def sample_moments(x: mx.array) -> Moments:
     centred = rows - mean
     covariance = centred.swapaxes(-1, -2) @ centred / rows.shape[2]
     return Moments(mean, covariance, rows.shape[2])
-
-
-def _varied(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
-    """The covariance; of a sample of equal rows, which says nothing, that of rows of their size."""
-    dim = covariance.shape[-1]
-    spread = np.trace(covariance, axis1=-2, axis2=-1) / dim
-    size = np.square(mean).mean(axis=(-1, -2))
-    guess = np.where(spread <= _EQUAL * size, size, 0.0)
-    return covariance + guess[..., None, None] * np.eye(dim)
 
 
 class TransformCodec(Shared):
@@ -87,7 +76,7 @@ class TransformCodec(Shared):
         # A row of a broken step must not take the basis of all others with it.
         x = mx.where(mx.isfinite(x), x, mx.zeros((), x.dtype))
         mean, covariance, rows = self.moments(x)
-        variances, vectors = _eigen(_varied(mean, covariance))
+        variances, vectors = _eigen(covariance)
         if rows is not None:
             variances = future_variances(variances, rows - 1)
         bits = dp_allocate_bits(variances, self.spec.budget, self.spec.choices, self.spec.beta)
