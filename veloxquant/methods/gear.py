@@ -5,8 +5,8 @@ coded at two to four bits, and factors of small rank take the coherent part of
 the rounding error. Rounding errors are nearly white, so `gear_energy_threshold` would ask for
 almost full rank; the rank stays at a 32nd of the head size unless `gear_rank` sets it.
 Source: Kang et al., GEAR, 2024, arXiv 2403.05527. Differs: blocks lie at absolute positions instead
-of one block a prompt, so the state does not depend on how a prompt was chunked; factors have 8
-bits, which makes up for what shorter blocks cost.
+of one block a prompt, so the state does not depend on how a prompt was chunked; a few
+factors have 8 bits, which makes up for what shorter blocks cost.
 """
 
 import numpy as np

@@ -47,6 +47,13 @@ class CorrectedSpec(CodecSpec):
             return min(self.rank, dim)
         return max(1, min(dim // 32, ceil(self.energy * dim)))
 
+    def factors_coded(self, dim: int) -> bool:
+        """Whether factors have 8 bits: while they are few, their rounding is far below the error.
+
+        With many they are to give the rows back, and stay in the rows' own type.
+        """
+        return self.rank_for(dim) <= dim // 8
+
     def slots(self, dim: int) -> int:
         """Exact entries of each token."""
         return 2 * ceil(self.fraction * dim / 2) if self.fraction > 0 else 0
@@ -54,9 +61,10 @@ class CorrectedSpec(CodecSpec):
     def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
         """Bytes of a store with capacity for `tokens`, a multiple of the block."""
         blocks, rank = tokens // self.block_tokens, self.rank_for(dim)
-        out = self.base.nbytes(tokens, dim, itemsize) + rank * tokens
+        size = 1 if self.factors_coded(dim) else itemsize
+        out = self.base.nbytes(tokens, dim, itemsize) + rank * size * tokens
         if rank:
-            out += (rank * (dim + SCALE_BYTES) + ENERGY_BYTES) * blocks
+            out += (rank * (dim * size + SCALE_BYTES) + ENERGY_BYTES) * blocks
         index = 1 if dim <= 256 else 2
         return out + tokens * self.slots(dim) * (itemsize + index)
 
