@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from veloxquant.artifacts import NpyArtifactStore
 from veloxquant.codebooks.base import CodebookFactory
 from veloxquant.codebooks.strategies import check_bits
+from veloxquant.config.ranges import is_whole
 from veloxquant.config.validate import MAX_SEED
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.math.rotation import make_jl_matrix, make_rotation_matrix
@@ -50,8 +51,7 @@ def precompute(
 
 
 def _check_integer(name: str, value: int, low: int, high: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not low <= value <= high:
+    if not is_whole(value) or not low <= value <= high:
         raise QuantizerConfigError(
             f"{name}={value!r} is not possible; it must be an integer from {low} to {high}"
         )
