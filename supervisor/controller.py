@@ -309,7 +309,9 @@ class Controller:
                 self._apply(self.machine.progressed(now, report))
                 self.hub.publish(message)
             case Ready():
-                self._apply(self.machine.ready(now, message.port, message.warnings))
+                self._apply(
+                    self.machine.ready(now, message.port, message.warnings, message.calibration)
+                )
             case Fatal(why):
                 self._apply(self.machine.fatal(now, why))
             case Stats():

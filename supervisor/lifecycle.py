@@ -60,6 +60,7 @@ class Machine:
     warnings: list[str] = field(default_factory=list)
     last_lines: list[str] = field(default_factory=list)
     asked_by: str = ""
+    calibration: str = ""
     crashes: tuple[float, ...] = ()
     _blame: Fault | None = None
     _again: bool = False
@@ -91,6 +92,7 @@ class Machine:
             warnings=list(self.warnings),
             last_lines=list(self.last_lines),
             asked_by=self.asked_by,
+            calibration=self.calibration,
         )
 
     # ---- commands ---------------------------------------------------------------------------
@@ -181,11 +183,13 @@ class Machine:
             self._stall_at = now + self.limits.of_report(report)
         return self._move(now, "loading") if self.phase == "starting" else []
 
-    def ready(self, now: float, port: int, warnings: list[str]) -> list[Effect]:
+    def ready(
+        self, now: float, port: int, warnings: list[str], calibration: str = ""
+    ) -> list[Effect]:
         """The worker answered its own trial token and listens."""
         if self.phase not in ("starting", "loading"):
             return []
-        self.port, self.ready_at = port, now
+        self.port, self.ready_at, self.calibration = port, now, calibration
         self.warnings += [w for w in warnings if w not in self.warnings]
         for stage, report in self.stages.items():
             if report.state in ("next", "now"):
@@ -366,6 +370,7 @@ class Machine:
     def _clear(self) -> None:
         """Forget the process and every deadline."""
         self.pid = self.port = self.ready_at = self._blame = None
+        self.calibration = ""
         self.unresponsive = self._termed = self._killed = False
         self._heard_at = self._retry_at = self._stall_at = self._term_at = self._kill_at = None
 

@@ -98,7 +98,10 @@ class Fault(msgspec.Struct, omit_defaults=True):
 
 
 class State(Message):
-    """Where the server is; never dropped. `moves` counts transitions of this supervisor."""
+    """Where the server is; never dropped. `moves` counts transitions of this supervisor.
+
+    `calibration` says in a few words whether the method uses one; empty for those that take none.
+    """
 
     phase: Phase
     reason: Fault | None = None
@@ -115,6 +118,7 @@ class State(Message):
     warnings: list[str] = []
     last_lines: list[str] = []
     asked_by: str = ""
+    calibration: str = ""
 
 
 class PoolCells(msgspec.Struct, omit_defaults=True):
@@ -338,6 +342,7 @@ class Ready(Message):
     compressed_layers: int
     weights: int
     warnings: list[str] = []
+    calibration: str = ""
 
 
 class Fatal(Message):

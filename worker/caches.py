@@ -4,7 +4,7 @@ Everything that knows how a cache is built or measured is here; the engine only 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from veloxquant.cache.table import row_of
@@ -36,6 +36,7 @@ class CachePlan:
     """How caches are made for the loaded model.
 
     `kinds` and `formats` describe each cache entry; `compressed` counts layers of the method.
+    `fitted` is what the calibration in use says of itself, None without one.
     """
 
     config: KVCacheConfig
@@ -44,6 +45,7 @@ class CachePlan:
     formats: list[str]
     compressed: int
     warnings: list[str]
+    fitted: Mapping[str, Any] | None = None
 
     @property
     def n_layers(self) -> int:
@@ -89,6 +91,7 @@ def plan_for(model: Any, config: KVCacheConfig) -> CachePlan:
         [config.method if i in ours else name for i, name in enumerate(names)],
         0 if is_baseline else plan.compressed,
         list(plan.warnings),
+        plan.fitted,
     )
 
 

@@ -101,6 +101,8 @@ class Service:
         self._api.created = int(time.time())
         self._api.serving = serving
         logger.info("Serving %s with %s on port %d", serving.model_id, self._spec.method, port)
+        if serving.calibration:
+            logger.info("calibration: %s", serving.calibration)
         for warning in serving.warnings:
             logger.warning("%s", warning)
         return Ready(
@@ -112,6 +114,7 @@ class Service:
             compressed_layers=serving.plan.compressed,
             weights=serving.weights,
             warnings=list(serving.warnings),
+            calibration=serving.calibration,
         )
 
     async def wait(self, stop: asyncio.Event) -> None:

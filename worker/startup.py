@@ -68,6 +68,7 @@ class Serving:
     prefill_step: int
     costs: list[Any]
     warnings: list[str]
+    calibration: str = ""
 
 
 def prepare(
@@ -80,7 +81,7 @@ def prepare(
     """
     import mlx.core as mx
 
-    from veloxquant.worker import canary, load
+    from veloxquant.worker import calibrated, canary, load
     from veloxquant.worker.caches import plan_for
 
     on_cpu = is_cpu()
@@ -127,4 +128,5 @@ def prepare(
         prefill_step=step,
         costs=costs,
         warnings=warnings,
+        calibration=calibrated.words(plan, spec.name or gated.model_id, spec.options),
     )

@@ -49,6 +49,17 @@ def test_start_goes_through_its_phases_to_ready_and_busy():
     assert machine.load(3.1, running=0) == []
 
 
+def test_calibration_is_told_while_the_server_runs_that_uses_it():
+    machine = Machine()
+    machine.start(0.0, SPEC)
+    machine.spawned(0.1, 1, 8000)
+    machine.greeted(0.2)
+    machine.ready(0.3, 8000, [], "fitted 2026-11-30, 30 layers")
+    assert machine.state(0.4).calibration == "fitted 2026-11-30, 30 layers"
+    machine.exited(0.5, -9)
+    assert machine.state(0.6).calibration == ""
+
+
 def test_start_again_with_the_same_spec_does_nothing_with_another_is_refused():
     machine = ready_machine()
     assert machine.start(1.0, SPEC) == []

@@ -142,7 +142,8 @@ def artifacts_for(plan: ModelPlan, config: KVCacheConfig) -> list[Mapping[str, m
     """What a store holds for this model and method: one mapping a compressed layer, or none.
 
     Looks into `config.store` when it keeps calibrations, else into the user's store. A calibration
-    that does not fit is left alone, and the plan's warnings say why.
+    that does not fit is left alone, and the plan's warnings say why; of one that is used the plan
+    keeps what it says of itself.
 
     Raises:
         QuantizerConfigError: when `config.store` is no store that the method could read.
@@ -171,6 +172,7 @@ def artifacts_for(plan: ModelPlan, config: KVCacheConfig) -> list[Mapping[str, m
             f"`vq precompute` makes a new one."
         )
         return []
+    plan.fitted = found.meta
     shared = _arrays(found.shared)
     return [shared | _arrays(layer) for layer in found.layers]
 

@@ -48,7 +48,8 @@ class ModelPlan:
 
     `returns` says whether attention comes through the hook ("views") or the caches hand out arrays
     decoded for the call; `mask_axes` is the rank of the mask that such a model takes in a batch.
-    `artifacts` holds the calibration of each compressed entry, nothing without one. `sites` says
+    `artifacts` holds the calibration of each compressed entry, nothing without one, and `fitted`
+    what that calibration says of itself, None without. `sites` says
     where the layers of the compressed entries show the residual stream, None until that is asked.
     `no_batch` is the reason why sequences cannot share a batch, empty when they can. `warnings`
     are sentences for people.
@@ -64,6 +65,7 @@ class ModelPlan:
     no_batch: str = ""
     mask_axes: int = 4
     artifacts: list[Mapping[str, Any]] = field(default_factory=list)
+    fitted: Mapping[str, Any] | None = None
     sites: Mapping[Path, Site] | None = None
 
     @property

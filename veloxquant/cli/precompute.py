@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     plan, samples = _samples(loaded, tokens, max(ROWS, least))
     read = len(tokens)
     talk(f"Read {read:,} tokens in {time.monotonic() - started:.0f} s.")
-    about = {"model": model.name, "tokens": read, "text": Path(args.text).name if args.text else ""}
+    about = {"model": model.name, "tokens": read, "text": Path(args.text).name if args.text else "",
+             "fitted": time.strftime("%Y-%m-%d")}  # fmt: skip
     rows, warnings = _fit_all(plan, samples, args.method, options, about)
     bits = _bits(samples)
     if args.json:

@@ -39,6 +39,8 @@ def status(args: argparse.Namespace) -> int:
     result(sentence(state, found.get("base_url")))
     if state["phase"] in RUNNING and (stats := found.get("stats")):
         result(gauges(stats))
+    if told := state.get("calibration"):
+        result(clean(f"calibration: {told}"))
     for warning in state.get("warnings", []):
         talk(f"warning: {clean(warning)}")
     for line in state.get("last_lines", []) if state["phase"] in ("failed", "crashed") else ():

@@ -26,6 +26,8 @@ def wait_until_ready(as_json: bool) -> int:
     if as_json:
         result(envelope(data, state.get("warnings", [])))
     else:
+        if data["calibration"]:
+            talk(clean(f"calibration: {data['calibration']}"))
         for warning in state.get("warnings", []):
             talk(f"warning: {clean(warning)}")
         if data["api_key"]:
@@ -46,6 +48,7 @@ def summary(status: dict[str, Any]) -> dict[str, Any]:
         "port": state.get("port"),
         "pid": state.get("pid"),
         "phase": state["phase"],
+        "calibration": state.get("calibration", ""),
         "api_key": bool(spec.get("api_key")),
         "token_file": status.get("token_file") if spec.get("api_key") else None,
     }

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,15 @@ def test_a_model_is_fitted_and_found_again(run: Run, tiny: Path, home: Path) -> 
     config = config_of("vecinfer", given, 64)
     assert len(plan_model(model, config).artifacts) == 2
     assert all(cache.calibrated for cache in KVCacheBuilder.for_model(model, config))
+
+    from veloxquant.worker.caches import plan_for
+    from veloxquant.worker.calibrated import words
+
+    told = words(plan_for(model, config), "Tiny-2L", given)
+    assert re.fullmatch(r"fitted \d{4}-\d\d-\d\d, 2 layers", told)
+    other = plan_for(model, config_of("vecinfer", {}, 64))
+    assert words(other, "Tiny-2L", {}).startswith("none; `vq precompute Tiny-2L")
+    assert "not used" in other.warnings[0]
 
 
 def test_a_text_of_the_user_is_read(run: Run, tiny: Path, tmp_path: Path) -> None:

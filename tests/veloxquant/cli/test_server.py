@@ -184,6 +184,19 @@ def test_status_hides_local_paths(run: Run, supervisor: Any) -> None:
     assert run("status")[1].startswith("ready: Tiny / kivi   http://127.0.0.1:8000/v1   pid 7")
 
 
+def test_up_and_status_say_whether_a_calibration_is_used(
+    run: Run, demo: Path, supervisor: Any
+) -> None:
+    told = "fitted 2026-11-30, 30 layers"
+    supervisor.state("ready", calibration=told)
+    supervisor.events = [Snapshot("e", 1, State("ready", calibration=told))]
+    assert f"calibration: {told}\n" in run("status")[1]
+    assert f"calibration: {told}\n" in run("up", "Tiny-1B")[2]
+    assert json.loads(run("up", "Tiny-1B", "--json")[1])["data"]["calibration"] == told
+    supervisor.state("ready")
+    assert "calibration" not in run("status")[1] + run("up", "Tiny-1B")[2]
+
+
 def test_watch_prints_one_line_a_change(run: Run, supervisor: Any) -> None:
     supervisor.events = [
         Snapshot("e", 1, State("loading"), Stats()),
