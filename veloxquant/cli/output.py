@@ -7,6 +7,7 @@ With `--json` every command prints one object `{schema, version, data, warnings}
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -71,6 +72,25 @@ def talk(text: str) -> None:
     except UnicodeEncodeError:
         encoding = sys.stderr.encoding or "ascii"
         print(text.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
+
+
+def is_terminal() -> bool:
+    """Whether talk goes to a terminal that can rewrite its last line."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def rewrite(text: str | None, *, end: bool) -> None:
+    """Talk in the place of the last line, or with None leave it; `end` goes on below it.
+
+    A line that wraps could not be taken back, so one that will be rewritten is cut.
+    """
+    if text is not None:
+        room = shutil.get_terminal_size().columns - 1
+        encoding = sys.stderr.encoding or "ascii"
+        text = (text if end else text[:room]).encode(encoding, "replace").decode(encoding)
+        sys.stderr.write(f"\r\x1b[K{text}")
+    sys.stderr.write("\n" if end else "")
+    sys.stderr.flush()
 
 
 def complain(error: CliError, as_json: bool) -> int:

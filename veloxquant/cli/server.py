@@ -38,7 +38,7 @@ def status(args: argparse.Namespace) -> int:
     state = found["state"]
     result(sentence(state, found.get("base_url")))
     if state["phase"] in RUNNING and (stats := found.get("stats")):
-        result(gauges(stats))
+        result(gauges(stats, found.get("summary")))
     if told := state.get("calibration"):
         result(clean(f"calibration: {told}"))
     for warning in state.get("warnings", []):
@@ -84,11 +84,20 @@ def sentence(state: dict[str, Any], base_url: str | None = None) -> str:
     return clean("   ".join(words))
 
 
-def gauges(stats: dict[str, Any]) -> str:
-    """The gauges in one line."""
+def gauges(stats: dict[str, Any], summary: dict[str, Any] | None = None) -> str:
+    """The gauges in one line; with the `summary` of the run also the most that its caches held.
+
+    An idle server holds no cache, so that what it holds now tells nothing of its requests.
+    """
+
+    def cache(name: str) -> str:
+        peak = (summary or {}).get(f"peak_kv_{name}", 0)
+        most = f" (peak {gib(peak)})" if peak > stats[f"kv_{name}"] else ""
+        return f"{name} {gib(stats[f'kv_{name}'])}{most}"
+
     return (
         f"memory {gib(stats['footprint'])} of {gib(stats['limit'])}   "
-        f"kv claimed {gib(stats['kv_claimed'])} resident {gib(stats['kv_resident'])}   "
+        f"kv {cache('claimed')} {cache('resident')}   "
         f"decode {stats['decode_tps']:.1f} tok/s   prefill {stats['prefill_tps']:.0f} tok/s   "
         f"running {stats['running']} waiting {stats['waiting']} done {stats['done']} "
         f"failed {stats['failed']}"

@@ -85,7 +85,7 @@ def test_control_c_while_starting_stops_the_server(
     )
     assert process.stderr is not None
     for line in process.stderr:
-        if "weights" in line:
+        if "imports" in line:
             break
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)

@@ -3,12 +3,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyte
 import pytest
 
 from veloxquant.cli import exit_codes
 from veloxquant.config.last_start import load_last
 from veloxquant.supervisor.client import CommandError, LinkChange, NotConnectedError
 from veloxquant.supervisor.failures import FAILURES, fault
+from veloxquant.supervisor.history import History
 from veloxquant.supervisor.messages import (
     Event,
     LaunchSpec,
@@ -18,6 +20,7 @@ from veloxquant.supervisor.messages import (
     StageReport,
     State,
     Stats,
+    plain,
 )
 
 Run = Callable[..., tuple[int, str, str]]
@@ -197,6 +200,19 @@ def test_up_and_status_say_whether_a_calibration_is_used(
     assert "calibration" not in run("status")[1] + run("up", "Tiny-1B")[2]
 
 
+def test_status_of_an_idle_server_tells_what_its_requests_held(run: Run, supervisor: Any) -> None:
+    history = History()
+    history.add(0.0, Stats(kv_claimed=3 << 20, kv_resident=4 << 20))
+    supervisor.answers["status"]["stats"] = plain(history.latest)
+    supervisor.answers["status"]["summary"] = history.summary()
+    assert "kv claimed 3.0 MiB resident 4.0 MiB  " in run("status")[1], "that is the peak"
+    history.add(5.0, Stats())
+    supervisor.answers["status"]["stats"] = plain(history.latest)
+    supervisor.answers["status"]["summary"] = history.summary()
+    out = run("status")[1]
+    assert "kv claimed 0.0 KiB (peak 3.0 MiB) resident 0.0 KiB (peak 4.0 MiB)" in out
+
+
 def test_watch_prints_one_line_a_change(run: Run, supervisor: Any) -> None:
     supervisor.events = [
         Snapshot("e", 1, State("loading"), Stats()),
@@ -256,14 +272,46 @@ def test_status_of_a_failed_server_is_code_1(run: Run, supervisor: Any) -> None:
     assert run("status")[0] == exit_codes.OK
 
 
-def test_up_says_what_a_stage_turns_to(run: Run, demo: Path, supervisor: Any) -> None:
-    check = StageReport("canary", "now", "recall check, 598 tokens", 0, 598)
+STAGES = [
+    Snapshot("e", 0, State("starting", stages=[StageReport("process", "now")])),
+    event(1, Progress(StageReport("process", "done", "pid 7"))),
+    event(2, Progress(StageReport("weights", "now", "Tiny", done=1 << 20, total=3 << 20))),
+    event(3, Progress(StageReport("weights", "now", "Tiny", done=2 << 20, total=3 << 20))),
+    event(4, Progress(StageReport("weights", "done", "Tiny", seconds=1.0))),
+    event(5, Progress(StageReport("canary", "now", "trial tokens"))),
+    event(6, Progress(StageReport("canary", "now", "recall check, 598 tokens", 0, 598))),
+]
+
+
+def test_up_prints_one_line_a_stage(run: Run, demo: Path, supervisor: Any) -> None:
     supervisor.events = [
-        event(1, Progress(StageReport("canary", "now", "trial tokens"))),
-        event(2, Progress(check)),
-        event(3, Progress(check)),
-        event(4, State("ready")),
+        *STAGES,
+        event(7, Progress(StageReport("canary", "done", "recall check", seconds=2.0))),
+        event(8, State("ready", stages=[StageReport("canary", "done", "recall check")])),
     ]
-    err = run("up", "Tiny-1B")[2]
-    assert err.count("trial tokens") == 1
-    assert err.count("recall check, 598 tokens") == 1
+    err = run("up", "Tiny-1B", "--method", "fp16")[2]
+    assert err.splitlines() == [
+        "done   process  pid 7",
+        "done   weights  Tiny 3.0 MiB 1.0 s",
+        "done   canary   recall check 2.0 s",
+    ]
+
+
+def test_up_rewrites_the_line_of_a_stage_on_a_terminal(
+    run: Run, demo: Path, supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor.events = [*STAGES, event(7, State("failed", reason=fault("bad_model", "x" * 90)))]
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    err = run("up", "Tiny-1B", "--method", "fp16")[2]
+    screen = pyte.Screen(40, 12)
+    pyte.Stream(screen).feed(err.replace("\n", "\r\n"))
+    shown = [line.rstrip() for line in screen.display]
+    assert "now    weights  Tiny 2.0 MiB of 3.0 MiB" in err
+    assert shown[:3] == [
+        "done   process  pid 7",
+        "done   weights  Tiny 3.0 MiB 1.0 s",
+        "now    canary   recall check, 598 token",
+    ]
+    assert shown[3].startswith("error:")
