@@ -38,7 +38,7 @@ Commands and what they answer (`dict`); every refusal raises `CommandError(code,
     cancel {"request": id}
         {} when the request is cut.
     shutdown {}
-        {} when the server is stopped; then the supervisor leaves.
+        {"pid": the supervisor's} when the server is stopped; then the supervisor leaves.
 
 `State` and `Stats` in results are plain dicts with every field, defaults included.
 `events()` yields `LinkChange`, `Snapshot` and `Event`: after (re)connecting either a `Snapshot`

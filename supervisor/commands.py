@@ -136,7 +136,7 @@ class Commands:
                     await controller.stop(DEFAULT_GRACE, by)
                 # A moment later, so that the answer arrives.
                 asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._leave)
-                return {}
+                return {"pid": os.getpid()}
             case _:
                 raise RefusedError("usage", f"`{command.op}` is not answered here")
 

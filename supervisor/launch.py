@@ -32,6 +32,23 @@ def is_running(paths: Paths) -> bool:
     return False
 
 
+def has_left(pid: int, seconds: float) -> bool:
+    """Wait until a supervisor that was told to leave has ended; false when it still runs."""
+    import psutil
+
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            # a zombie has ended; only its parent has not asked yet
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+
+
 def ensure_running(extra: Sequence[str] = (), seconds: float = START_SECONDS) -> Paths:
     """Attach to the running supervisor, or start one and wait until it listens.
 

@@ -14,6 +14,7 @@ from veloxquant.cli.starting import wait_until_ready
 from veloxquant.config.settings import load_settings
 
 RUNNING = ("ready", "busy", "stopping")
+SHUTDOWN_SECONDS = 10.0
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -190,11 +191,19 @@ def restart(args: argparse.Namespace) -> int:
 
 
 def shutdown(args: argparse.Namespace) -> int:
-    """Stop the server and the supervisor."""
+    """Stop the server and the supervisor, and wait until both have ended."""
     if not is_running():
         return _no_server(args.json)
-    call("shutdown")
-    result(envelope({"phase": "stopped"}) if args.json else "stopped: server and supervisor")
+    from veloxquant.supervisor.launch import has_left
+
+    pid = call("shutdown").get("pid")
+    phase = "stopped" if pid and has_left(pid, SHUTDOWN_SECONDS) else "stopping"
+    if args.json:
+        result(envelope({"phase": phase}))
+    elif phase == "stopped":
+        result("stopped: server and supervisor")
+    else:
+        result("stopping: the server has ended, the supervisor is about to")
     return exit_codes.OK
 
 

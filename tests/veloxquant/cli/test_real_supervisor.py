@@ -39,7 +39,8 @@ def test_the_life_of_a_server(run: Run, demo: Path, daemon: Any, port: str) -> N
     assert run("restart")[1] == f"http://127.0.0.1:{port}/v1\n"
     assert run("stop")[1].startswith("stopped:")
     assert run("chat", "-p", "x")[0] == exit_codes.NOT_FOUND
-    assert run("shutdown")[0] == 0
+    assert run("shutdown")[:2] == (0, "stopped: server and supervisor\n")
+    assert Path(f"/proc/{daemon.pid}/stat").read_text().split()[2] == "Z", "only not reaped yet"
     assert daemon.wait() == 0
     assert run("status")[1] == "stopped: no server is running\n"
 

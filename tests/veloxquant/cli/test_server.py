@@ -1,4 +1,5 @@
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,20 @@ def test_stop_says_what_was_reached(run: Run, supervisor: Any) -> None:
     assert run("stop", "--grace", "3")[1].startswith("stopped:")
     assert ("stop", {"grace": 3.0}) in supervisor.calls
     assert run("stop", "--grace", "-1")[0] == exit_codes.USAGE
+
+
+def test_shutdown_says_stopped_only_when_the_supervisor_has_ended(
+    run: Run, supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["/bin/sleep", "60"]) as process:
+        supervisor.answers["shutdown"] = {"pid": process.pid}
+        monkeypatch.setattr("veloxquant.cli.server.SHUTDOWN_SECONDS", 0.1)
+        assert run("shutdown")[1].startswith("stopping:")
+        assert json.loads(run("shutdown", "--json")[1])["data"]["phase"] == "stopping"
+        process.kill()
+    assert run("shutdown")[1] == "stopped: server and supervisor\n"
+    supervisor.answers["shutdown"] = {}  # one of another version, which does not say who it is
+    assert run("shutdown")[1].startswith("stopping:")
 
 
 def test_status_of_a_failed_server_is_code_1(run: Run, supervisor: Any) -> None:
