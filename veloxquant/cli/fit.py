@@ -8,6 +8,7 @@ from veloxquant.cli import exit_codes
 from veloxquant.cli.models import pick, room_now
 from veloxquant.cli.output import CliError, envelope, gib, result, table, talk, usage_error
 from veloxquant.cli.overrides import check_ready, parse_overrides
+from veloxquant.cli.setting_words import setting_words
 from veloxquant.planning.fit import FitRow, Sizer, best_start, fit_table
 from veloxquant.planning.method_settings import config_of, fields_of
 from veloxquant.planning.model_shape import ModelShape, ShapeError, read_shape
@@ -90,15 +91,6 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {args.method: options}
 
 
-def _setting(method: str, options: dict[str, Any]) -> str:
-    """The bit width that is asked for, or the form of kept rows; `-` for methods without either."""
-    fields = fields_of(method)
-    if field := fields.get("bit_width_inlier"):
-        return f"{options.get(field.name, field.default)} bit"
-    form = fields.get("eviction_storage")
-    return options.get(form.name, form.default) if form else "-"
-
-
 def _detail(
     method: str, options: dict[str, Any], shape: ModelShape, context: int, batch: int
 ) -> None:
@@ -138,7 +130,7 @@ def _table(
     body = [
         [
             row.method + (" *" if best and row.method == best.method else ""),
-            _setting(row.method, options.get(row.method, {})),
+            setting_words(row.method, options.get(row.method, {})),
             "-" if row.bits is None else f"{row.bits:.1f}",
             gib(row.kv_bytes),
             gib(row.resident_bytes),
@@ -157,7 +149,8 @@ def _table(
     ]
     legend = "bits: per value, exact tokens included; kv: exact bytes; in use and peak: estimates"
     text = table(head, body, right=(1, 2, 3, 4, 5, 6))
-    return f"{text}\n{legend}{'; * proposed' if best else ''}"
+    star = "\n* proposed for this length; `vq up MODEL --method auto` starts it" if best else ""
+    return f"{text}\n{legend}{star}"
 
 
 def _left_out(rows: list[FitRow], *, everything: bool) -> None:

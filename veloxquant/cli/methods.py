@@ -14,6 +14,7 @@ from veloxquant.cache.table import TABLE, MethodRow
 from veloxquant.cli import exit_codes
 from veloxquant.cli.output import CliError, clean, result, table
 from veloxquant.config.kv_cache import BASELINE, EVICTION_STORAGE
+from veloxquant.config.settings import load_settings
 from veloxquant.planning.method_settings import fields_of
 
 SCHEMA_VERSION = 1
@@ -97,13 +98,14 @@ def payload(*, servable_only: bool = False, family: str | None = None) -> dict[s
 
 def run(args: argparse.Namespace) -> int:
     """List the methods."""
+    default = load_settings().value("server.method")
     data = payload(servable_only=args.servable_only, family=args.family)
     if args.json:
         result(json.dumps(data, ensure_ascii=False))
         return exit_codes.OK
     rows = [
         [
-            m["name"] + (" *" if m["name"] == DEFAULT_METHOD else ""),
+            m["name"] + (" *" if m["name"] == default else ""),
             m["family"],
             "ready" if m["is_servable"] else "planned",
             m["blurb"],
@@ -117,7 +119,11 @@ def run(args: argparse.Namespace) -> int:
         forms = ", ".join(form for form in EVICTION_STORAGE if form != "exact")
         told = f"--set eviction_storage=FORM packs the rows kept by {', '.join(names)}; {forms}"
         result("\n".join(textwrap.wrap(told, 100)))
-    result(clean(f"{sum(r[2] == 'ready' for r in rows)} ready, * default of `vq up`"))
+    result(clean(f"{sum(r[2] == 'ready' for r in rows)} ready"))
+    if any(m["name"] == default for m in data["methods"]):
+        result(
+            "* default of `vq up` (server.method); `vq fit MODEL` stars what it proposes instead"
+        )
     return exit_codes.OK
 
 

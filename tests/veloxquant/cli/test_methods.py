@@ -50,4 +50,18 @@ def test_table_for_people(run: Run) -> None:
     code, out, _ = run("methods", "ls")
     assert code == 0
     assert "turboquant_rvq *" in out
-    assert len(out.splitlines()) == len(TABLE) + 5
+    assert len(out.splitlines()) == len(TABLE) + 6
+
+
+def test_the_star_is_explained_and_marks_what_up_would_take(run: Run) -> None:
+    def starred() -> tuple[list[str], list[str]]:
+        lines = run("methods")[1].splitlines()
+        legends = [line for line in lines if line.startswith("* ")]
+        return [line.split()[0] for line in lines if " * " in line], legends
+
+    assert starred()[0] == ["turboquant_rvq"]
+    assert "default of `vq up`" in starred()[1][0]
+    assert run("config", "set", "server.method", "kivi")[0] == 0
+    assert starred()[0] == ["kivi"]
+    assert run("config", "set", "server.method", "auto")[0] == 0
+    assert starred() == ([], [])
