@@ -178,7 +178,8 @@ class Store:
         """
         n = max(0, min(n, self.length))
         block = self.codec.spec.block
-        assert (self.length - n) % block == 0, f"cannot cut inside a block of {block} tokens"
+        whole = n in (0, self.length) or (self._stop - n) % block == 0
+        assert whole, f"cannot cut inside a block of {block} tokens"
         self._stop -= n
         if self.length == 0:
             self.clear()
@@ -309,7 +310,7 @@ class Store:
         if not all(type(n) is int for n in counters) or not 0 <= start <= stop <= capacity:
             raise CacheStateError(f"counters {counters} of a store are impossible")
         block = self.codec.spec.block
-        if (start and block > 1) or capacity % block or stop % block:
+        if capacity % block or not self._is_whole(start, stop):
             raise CacheStateError(f"counters {counters} cut a block of {block} tokens")
         if not capacity and not arrays:
             return 0
@@ -325,6 +326,11 @@ class Store:
                 )
         self._check_places(arrays)
         return stop - start
+
+    def _is_whole(self, start: int, stop: int) -> bool:
+        """Whether places [start, stop) are what blocks hold."""
+        block = self.codec.spec.block
+        return block == 1 or (start == 0 and stop % block == 0)
 
     def _check_places(self, arrays: Packed) -> None:
         """Make sure that what is used as an index points inside; nothing behind this looks."""
@@ -347,8 +353,10 @@ class Store:
         self._start, self._stop, self.capacity = int(start), int(stop), int(capacity)
 
     def compact(self) -> list:
-        """As `live`, with buffers cut to the tokens held: what goes into a file."""
+        """As `live`, with buffers cut to the blocks of the tokens held: what goes into a file."""
         if self.length == 0:
             return [0, 0, 0, {}]
-        cut = {name: self._range(name, self._start, self._stop) for name in self._arrays}
-        return [0, self.length, self.length, {**cut, **self._fitted}]
+        block = self.codec.spec.block
+        low, high = self._start // block * block, round_up(self._stop, block)
+        cut = {name: self._range(name, low, high) for name in self._arrays}
+        return [self._start - low, self._stop - low, high - low, {**cut, **self._fitted}]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
+from veloxquant.cache.attend import decode_range
 from veloxquant.cache.plans import StreamPlan
 from veloxquant.cache.store import Store
 from veloxquant.quantizers.base import Codec
@@ -28,11 +29,11 @@ class Stream:
     @property
     def length(self) -> int:
         """Tokens held."""
-        return self.sinks.length + self.body.length + self.window.length
+        return sum(store.length for store in self.all_stores())
 
     def stores(self) -> tuple[Store, ...]:
         """The non-empty stores, oldest tokens first."""
-        return tuple(s for s in (self.sinks, self.body, self.window) if s.length)
+        return tuple(store for store in self.all_stores() if store.length)
 
     def all_stores(self) -> tuple[Store, ...]:
         """Sinks, body and window, empty or not."""
@@ -56,32 +57,43 @@ class Stream:
         n = x.shape[2]
         if n == 0:
             return
-        due = self.plan.schedule.frontier(self.body.length + self.window.length + n)
-        move = due - self.body.length
+        coded = self.coded
+        move = self.plan.schedule.frontier(coded + self.window.length + n) - coded
         if move <= 0:
             self.window.append(x)
             return
         if self.window.length:
             x = mx.concatenate([self.window.decode(0, self.window.length, x.dtype), x], axis=2)
-        self.body.append(x[:, :, :move])
+        self.encode(x[:, :, :move])
         self.window.replace(x[:, :, move:])
+
+    @property
+    def coded(self) -> int:
+        """Tokens held as codes."""
+        return sum(store.length for store in self.coded_stores())
+
+    def encode(self, x: mx.array) -> None:
+        """Add (B, H, n, D), as many tokens as the schedule moves, to the codes."""
+        self.body.append(x)
 
     def trim(self, n: int) -> None:
         """Drop the newest `n` tokens and fall back to the layout of the remaining length.
 
         Tokens that leave the body return to the window as the codec decodes them.
         """
-        keep = self.length - n
-        sinks, body, _ = self.plan.rows(keep)
-        if body < self.body.length:
-            stop = min(self.body.length, keep - sinks)
+        keep, coded = self.length - n, self.coded
+        sinks, *codes, _ = self.plan.rows(keep)
+        body = sum(codes)
+        if body < coded:
+            stop = min(coded, keep - sinks)
             rest = keep - sinks - stop
             dtype = self._exact_dtype()
-            back = [self.body.decode(body, stop, dtype)] if stop > body else []
+            back = [decode_range(self.coded_stores(), body, stop, dtype)] if stop > body else []
             if rest > 0:
                 back.append(self.window.decode(0, rest, dtype))
             mx.eval(back)
-            self.body.trim(self.body.length - body)
+            for store, left in zip(self.coded_stores(), codes, strict=True):
+                store.trim(store.length - left)
             self.window.clear()
             if back:
                 self.window.append(back[0] if len(back) == 1 else mx.concatenate(back, axis=2))

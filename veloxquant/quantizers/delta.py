@@ -12,6 +12,7 @@ import numpy as np
 
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.quantizers import rans
+from veloxquant.quantizers.sizes import round_up
 
 PLAIN, ANCHOR, CONSECUTIVE = range(3)
 ANCHOR_BITS = 8
@@ -88,9 +89,15 @@ def _symbols(
     return symbols, counts
 
 
+def _in_groups(codes: np.ndarray, group: int) -> np.ndarray:
+    """Codes (tokens, channels) int32, a last short group filled up with its last row."""
+    missing = -len(codes) % group
+    return np.pad(codes.astype(np.int32), ((0, missing), (0, 0)), mode="edge")
+
+
 def coded_bytes(codes: np.ndarray, bits: int, group: int, *, use_delta: bool = True) -> int:
     """Bytes that `pack_chunk` takes, within a percent, without coding anything."""
-    codes = codes.astype(np.int32)
+    codes = _in_groups(codes, group)
     modes = choose_modes(codes, bits, group, use_delta=use_delta)
     _, counts = _symbols(codes, modes, bits, group)
     share = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
@@ -101,12 +108,12 @@ def coded_bytes(codes: np.ndarray, bits: int, group: int, *, use_delta: bool = T
 
 
 def pack_chunk(codes: np.ndarray, bits: int, group: int, *, use_delta: bool = True) -> bytes:
-    """Codes (tokens, channels), tokens a multiple of `group`, as bytes.
+    """Codes (tokens, channels) as bytes, differences within groups of `group` tokens.
 
     One table of frequencies for each mode, shared by its channels.
     """
-    codes = codes.astype(np.int32)
     tokens, channels = codes.shape
+    codes = _in_groups(codes, group)
     modes = choose_modes(codes, bits, group, use_delta=use_delta)
     symbols, counts = _symbols(codes, modes, bits, group)
     tables = rans.frequencies(counts)
@@ -135,17 +142,18 @@ def unpack_chunk(data: bytes) -> np.ndarray:
         for mode in np.unique(modes):
             tables[mode] = reader.take("<u2", width)
         coded = rans.Coded(reader.take("<u4", lanes), reader.take("<u2", words))
-        which = _lanes(np.broadcast_to(modes, (tokens, channels)))
+        rows = round_up(tokens, group)
+        which = _lanes(np.broadcast_to(modes, (rows, channels)))
         flat = rans.decode(coded, tables, which)
-    except (struct.error, ValueError, IndexError) as error:
+    except (struct.error, ValueError, IndexError, ZeroDivisionError) as error:
         raise CacheStateError(f"a coded chunk is damaged: {error}") from error
-    symbols = _columns(flat, tokens, channels).astype(np.int32)
+    symbols = _columns(flat, rows, channels).astype(np.int32)
     out = np.empty_like(symbols)
     for mode in (PLAIN, ANCHOR, CONSECUTIVE):
         mine = modes == mode
         shift = (1 << bits) - 1 if mode else 0
         out[:, mine] = restored(symbols[:, mine] - shift, group, mode)
-    return out
+    return out[:tokens]
 
 
 class _Reader:

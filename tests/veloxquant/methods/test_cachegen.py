@@ -1,5 +1,6 @@
 """cachegen: chunks at fixed places, bits by depth, coded chunks that come back."""
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from cache_lab import (
     feed,
     held_rows,
     new_cache,
+    plan_of,
     random_tokens,
     same,
     same_state,
@@ -20,6 +22,7 @@ from cache_lab import (
 
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.layouts.coded import cachegen_bits
+from veloxquant.cache.persist import load_caches, save_caches
 from veloxquant.cache.table import held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import CacheGenOptions
@@ -40,12 +43,23 @@ def filled(tokens: Tokens, size: int = 128, **options: Any) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("total", [3, 4, 259, 260, 300, 516])
+def test_a_round_length_takes_what_its_codes_take() -> None:
+    """The documents say 3.88 for codes and scales alone; four sinks come on top."""
+    tokens = random_tokens(4096, seed=11, heads=1, repeat=1, k_dim=128, dtype=mx.bfloat16)
+    cache = filled(tokens, 512)
+    held_bytes = sum(a.nbytes for side in cache.streams() for s in side for a in s.arrays())
+    assert cache.nbytes == held_bytes
+    assert 4096 * 2 * 256 / held_bytes >= 0.97 * 3.88
+
+
+@pytest.mark.parametrize("total", [3, 4, 255, 256, 300, 511, 512])
 def test_whole_chunks_are_coded_and_the_rest_is_exact(total: int) -> None:
     tokens = random_tokens(total, seed=1, heads=1)
     cache = filled(tokens)
-    body = max(0, total - SINKS) // CHUNK * CHUNK
-    wanted = [min(SINKS, total), body, max(0, total - SINKS) - body]
+    chunks = total // CHUNK
+    body = max(0, CHUNK * chunks - SINKS)
+    opening = min(body, CHUNK - SINKS)
+    wanted = [min(SINKS, total), opening, body - opening, max(0, total - SINKS) - body]
     for side in cache.streams():
         assert [store.length for store in side] == wanted
     for got, true in zip(held_rows(cache), tokens[1:], strict=True):
@@ -99,12 +113,12 @@ def test_coded_chunks_hold_the_codes(per_channel: bool, use_delta: bool) -> None
     tokens = random_tokens(540, seed=6, heads=2)
     cache = filled(tokens, cachegen_per_channel=per_channel, cachegen_use_delta=use_delta)
     chunks = [unpack_chunk(data) for data in cache.coded_chunks()]
-    assert len(chunks) == 4
-    assert all(chunk.shape == (CHUNK, 2 * 64) for chunk in chunks)
+    lengths = [CHUNK - SINKS if per_channel else CHUNK, CHUNK] * 2
+    assert [chunk.shape for chunk in chunks] == [(n, 2 * 64) for n in lengths]
     store = cache.streams()[0][1]
     codes = np.array(store.codec.codes(store.live[3]))
     codes = codes.transpose(0, 1, 3, 2) if per_channel else codes
-    first = codes[0, :, :CHUNK].transpose(1, 0, 2).reshape(CHUNK, -1)
+    first = codes[0, :, : lengths[0]].transpose(1, 0, 2).reshape(lengths[0], -1)
     np.testing.assert_array_equal(chunks[0], first)
 
 
@@ -114,9 +128,40 @@ def test_savings_are_those_of_the_coded_chunks() -> None:
     close, plain = filled(tokens._replace(keys=slow, values=slow)), filled(tokens)
     assert filled(tokens.cut(0, 100)).entropy_savings == 0.0
     assert 0 < plain.entropy_savings < 0.2 < close.entropy_savings
-    fixed = 4 * CHUNK * 128 * 4 // 8
+    fixed = 2 * (2 * CHUNK - SINKS) * 128 * 4 // 8
     really = 1 - sum(map(len, close.coded_chunks())) / fixed
     assert close.entropy_savings == pytest.approx(really, abs=0.01)
+
+
+@pytest.mark.parametrize("left", [600, 512, 511, 300, 256, 255, 100, 4, 2, 0])
+def test_tokens_go_back_to_the_layout_of_their_length(left: int) -> None:
+    """What leaves a chunk is exact as decoded; fed again, the codes are those of these rows."""
+    tokens = random_tokens(700, seed=12, heads=1)
+    cache = filled(tokens, 90)
+    before = held_rows(cache)
+    assert cache.trim(700 - left) == 700 - left
+    assert [s.length for s in cache.streams()[0]] == list(cache.plan.keys.rows(left))
+    assert cache.nbytes == held(config_of(), shape_of(tokens), left).nbytes
+    if left:
+        for now, then in zip(held_rows(cache), before, strict=True):
+            assert worst(now, then[:, :, :left]) < 1e-5
+    feed(cache, tokens.cut(left, 700), 128)
+    cache.commit()
+    assert [s.length for s in cache.streams()[0]] == list(cache.plan.keys.rows(700))
+
+
+def test_a_saved_opening_comes_back(tmp_path: Path) -> None:
+    tokens = random_tokens(300, seed=13)
+    cache, other = filled(tokens), new_cache(config_of(), shape_of(tokens))
+    save_caches(tmp_path / "one", [cache], config_of())
+    loaded = load_caches(tmp_path / "one", plan_of(shape_of(tokens), 1), config_of())
+    same_state(cache, loaded[0])
+    other.state = cache.state
+    for fed in (cache, loaded[0], other):
+        feed(fed, random_tokens(300, seed=14), 77)
+        fed.commit()
+    same_state(cache, loaded[0])
+    same_state(cache, other)
 
 
 def test_statistics_go_back_with_the_tokens() -> None:

@@ -58,6 +58,14 @@ def test_a_chunk_comes_back(channels: int, rho: float, use_delta: bool) -> None:
     assert len(data) == pytest.approx(guess, rel=0.02, abs=8)
 
 
+@pytest.mark.parametrize("tokens", [31, 33, 252])
+def test_a_last_short_group_comes_back(tokens: int) -> None:
+    codes = correlated(0.9, tokens=tokens)
+    data = delta.pack_chunk(codes, BITS, 32)
+    np.testing.assert_array_equal(delta.unpack_chunk(data), codes)
+    assert len(data) == pytest.approx(delta.coded_bytes(codes, BITS, 32), rel=0.02, abs=8)
+
+
 def test_what_is_correlated_takes_less_room() -> None:
     plain, close = (len(delta.pack_chunk(correlated(r), BITS, 32)) for r in (0.0, 0.97))
     assert close < 0.75 * plain < correlated(0.0).size * BITS / 8

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
 from veloxquant.cache.plans import Absolute, After, LayerPlan, StreamPlan, WholeBlocks
 from veloxquant.config.kv_cache import KVCacheConfig
+from veloxquant.quantizers.sizes import BODY_STEP, WINDOW_STEP, store_bytes
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 from veloxquant.quantizers.specs.coded import (
     PROJECTED,
@@ -33,6 +34,31 @@ class Never:
         """None."""
         del tokens
         return 0
+
+
+@dataclass(frozen=True)
+class OpenedPlan(StreamPlan):
+    """Layout `[sinks][opening][body][window]`: the first block is short by the sinks.
+
+    Blocks of the body then begin at multiples of their size, counted from the first token on.
+    """
+
+    def rows(self, tokens: int) -> tuple[int, ...]:
+        """Tokens in sinks, opening, body and window once `tokens` were seen."""
+        sinks, coded, window = super().rows(tokens)
+        opening = min(coded, self.spec.block - self.n_sink)
+        return sinks, opening, coded - opening, window
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of one head, growth steps included."""
+        plain = PlainSpec()
+        sinks, opening, body, window = self.rows(tokens)
+        return (
+            store_bytes(plain, sinks, self.n_sink, dim, itemsize)
+            + store_bytes(self.spec, opening, self.spec.block, dim, itemsize)
+            + store_bytes(self.spec, body, BODY_STEP, dim, itemsize)
+            + store_bytes(plain, window, WINDOW_STEP, dim, itemsize)
+        )
 
 
 def gear_plan(config: KVCacheConfig) -> LayerPlan:
@@ -85,12 +111,16 @@ def _packed_width(width: int) -> int:
 
 
 def cachegen_plan(config: KVCacheConfig, layer: int = 0, n_layers: int = 1) -> LayerPlan:
-    """Chunks of 256 tokens by channel behind exact sinks, or every token by itself."""
+    """Chunks by channel that end at multiples of 256 tokens, or every token by itself.
+
+    The first tokens are exact sinks, and the first chunk holds what is left of its 256 tokens.
+    """
     width = cachegen_bits(config, layer, n_layers)
     if not config.cachegen_per_channel:
         return LayerPlan(everything(SymmetricSpec(width)), everything(SymmetricSpec(width)))
     spec = ChunkSpec(width, CACHEGEN_CHUNK)
-    stream = StreamPlan(spec, WholeBlocks(CACHEGEN_CHUNK), CACHEGEN_SINKS)
+    chunks = Absolute(CACHEGEN_SINKS, WholeBlocks(CACHEGEN_CHUNK))
+    stream = OpenedPlan(spec, chunks, CACHEGEN_SINKS)
     return LayerPlan(stream, stream)
 
 
