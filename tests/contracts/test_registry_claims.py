@@ -82,6 +82,27 @@ def test_bytes_of_kept_rows_are_those_of_the_estimate(row: MethodRow) -> None:
         assert abs(cache.nbytes - wanted.nbytes) <= 0.02 * wanted.nbytes + step
 
 
+@evicting_rows
+@pytest.mark.parametrize("form", ["exact", "affine4"])
+def test_bytes_of_an_answer_are_those_of_the_estimate(row: MethodRow, form: str) -> None:
+    answer = 70
+    tokens = random_tokens(T + answer, seed=34, dtype=mx.bfloat16)
+    config, shape = small_config(row), shape_of(tokens)
+    if row.row_forms:
+        config = config.with_fields(eviction_storage=form)
+    cache = new_cache(config, shape)
+    feed(cache, tokens.cut(0, T - 1))
+    # a window that moves holds up to a growth step more, which the estimate counts always
+    moving = shape.full_bytes(WINDOW_STEP) if row.name == "streaming_llm" else 0
+    for decoded in range(answer):  # the first single token is the prompt's last
+        attend(cache, tokens.cut(T - 1 + decoded, T + decoded))
+        cache.commit()
+        wanted = held(config, shape, T + decoded, decoded)
+        assert cache.nbytes <= wanted.most
+        assert cache.size() == wanted.rows
+        assert abs(cache.nbytes - wanted.nbytes) <= 0.02 * wanted.nbytes + moving
+
+
 @every_row
 def test_counters_are_whole_and_agree(row: MethodRow) -> None:
     tokens = random_tokens(T, seed=33, dtype=mx.bfloat16)

@@ -7,7 +7,11 @@ The caches follow these plans and the planner sums them: one source for both.
 """
 
 import sys
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
 from typing import Protocol
 
 from veloxquant.quantizers.sizes import (
@@ -16,6 +20,7 @@ from veloxquant.quantizers.sizes import (
     CodecSpec,
     Held,
     LayerShape,
+    round_up,
     store_bytes,
 )
 from veloxquant.quantizers.specs.plain import PlainSpec
@@ -113,6 +118,35 @@ class Absolute:
         return max(0, self.then.frontier(tokens + self.sinks) - self.sinks)
 
 
+@lru_cache(maxsize=4096)
+def moves(schedule: Schedule, tokens: int, growth: int) -> tuple[int, ...]:
+    """Lengths below `tokens` after which tokens move into the body, as far as sizes can differ.
+
+    The first one, and the latest ones until the pattern of moves and of a body that grows by
+    `growth` tokens begins again. At these lengths most tokens wait. None where no token waits.
+    """
+    latest = _last_before_move(schedule, tokens)
+    if latest == 0 or schedule.frontier(latest) == latest:
+        return ()
+    before = _last_before_move(schedule, latest)
+    found = [_first_move(schedule, latest + 1), latest]
+    if before:
+        step = latest - before
+        found.extend(max(0, latest - n * step) for n in range(1, growth // gcd(growth, step)))
+    return tuple(found)
+
+
+def _last_before_move(schedule: Schedule, tokens: int) -> int:
+    """The longest length whose body is smaller than that of `tokens`; 0 when there is none."""
+    now = schedule.frontier(tokens)
+    return max(0, bisect_left(range(tokens + 1), now, key=schedule.frontier) - 1) if now else 0
+
+
+def _first_move(schedule: Schedule, tokens: int) -> int:
+    """The longest length whose body is empty, when that of `tokens` is not."""
+    return bisect_left(range(tokens + 1), 1, key=schedule.frontier) - 1
+
+
 @dataclass(frozen=True)
 class StreamPlan:
     """Layout of keys or of values: `n_sink` exact tokens, body in `spec`, exact window."""
@@ -137,6 +171,13 @@ class StreamPlan:
             + store_bytes(plain, window, WINDOW_STEP, dim, itemsize)
         )
 
+    def fullest(self, tokens: int) -> Iterator[int]:
+        """Lengths up to `tokens` among which is the one that takes most bytes."""
+        yield tokens
+        growth = round_up(BODY_STEP, self.spec.block)
+        for waiting in moves(self.schedule, max(0, tokens - self.n_sink), growth):
+            yield waiting + self.n_sink
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -155,9 +196,12 @@ class LayerPlan:
     def held(self, shape: LayerShape, tokens: int) -> Held:
         """Bytes, rows and prefill peak of one sequence of `tokens` tokens."""
         nbytes = self.nbytes(shape, tokens)
+        fullest = {*self.keys.fullest(tokens), *self.values.fullest(tokens)} - {tokens}
+        most = max((self.nbytes(shape, n) for n in fullest), default=nbytes)
         plain = isinstance(self.keys.spec, PlainSpec)
         work = (exact_workspace if plain else workspace)(shape, tokens, PREFILL_CHUNK)
-        return Held(nbytes, tokens, nbytes + work, work)
+        above = max(0, most - nbytes)
+        return Held(nbytes, tokens, nbytes + above + work, work, above)
 
 
 def workspace(shape: LayerShape, tokens: int, chunk: int) -> int:

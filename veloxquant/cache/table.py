@@ -5,11 +5,11 @@ here, an options class in `config/options.py` and a module under `methods/`.
 """
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from veloxquant.cache.layouts import HELD
+from veloxquant.cache.layouts.base import SizeOf
 from veloxquant.config import validate
 from veloxquant.config.common_fields import READERS
 from veloxquant.config.kv_cache import EVICTION_STORAGE, KVCacheConfig
@@ -77,7 +77,7 @@ class MethodRow:
     kind: Kind
     module: str
     options: type
-    held: Callable[[KVCacheConfig, LayerShape, int], Held] | None
+    held: SizeOf | None
     queries: Literal["none", "last", "window", "all"]
     trim: Trim
     calibration: Literal["none", "optional", "required"]
@@ -241,8 +241,10 @@ def row_of(method: str) -> MethodRow:
     raise QuantizerConfigError(f"unknown method {method!r}{hint}")
 
 
-def held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """Bytes, rows and prefill peak of one layer and one sequence under `config`.
+
+    The last `decoded` of its `tokens` tokens came one by one, behind a prompt that was complete.
 
     Raises:
         QuantizerConfigError: for an unknown method, a setting out of range, or a planned method.
@@ -252,4 +254,4 @@ def held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
     if row.held is None:
         row.load()
         raise QuantizerConfigError(f"method {row.name!r} gives no size")
-    return row.held(config, shape, tokens)
+    return row.held(config, shape, tokens, decoded)

@@ -1,10 +1,13 @@
 """What fits: bytes, prefill peak and longest context of every method for one model.
 
 All bytes of compressed layers come from the method table (`cache/table.py`), which the caches
-follow too; there is no second table of ratios.
+follow too; there is no second table of ratios. A context is a prompt with its answer: bytes are the
+most on the way to it, with an answer of `answer` tokens at its end, which methods that compress a
+prompt once keep whole.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -13,6 +16,7 @@ from veloxquant.cache.layouts.latent import GROUPS, Shares, mean_held, shares_of
 from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.cache.table import TABLE, MethodRow, row_of
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
+from veloxquant.config.settings import SETTINGS
 from veloxquant.core.exceptions import QuantizerConfigError
 from veloxquant.planning.method_settings import SettingsError, config_of
 from veloxquant.planning.model_shape import ModelShape
@@ -23,20 +27,23 @@ PROGRAM_BYTES = 192 << 20
 """Python, MLX, tokenizer and HTTP of a worker without a model (170 to 190 MiB measured)."""
 LOAD_PIECE = 64 << 20
 """Weights that the worker reads at a time (`worker/load.py`)."""
-GRID = 32
-"""Steps of the search for the longest context, on each of its two levels."""
 LEAST_TOKENS = 16
+ANSWER = int(SETTINGS["server.max_tokens"].default)
+"""Tokens of an answer where nobody says how long it may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes at one length: program + weights + kv when answering, `peak` at worst.
+    """Bytes up to one length: program + weights + kv when answering, `peak` at worst.
 
-    `reading` is what the weights need on top while they are read and widened.
+    `kv` is the most on the way, `kv_end` what is held at exactly that length; formats that wait for
+    whole blocks hold more just before one. `reading` is what the weights need on top while they
+    are read and widened.
     """
 
     weights: int
     kv: int
+    kv_end: int
     native: int
     work: int
     program: int
@@ -68,8 +75,9 @@ class Need:
 class FitRow:
     """One method for one model. `why` says why it is left out; bytes are None then.
 
-    `known` says how a number is known: kv bytes are exact, the peak is an estimate, quality and
-    speed are unknown (`-`) until measured.
+    `kv_bytes` are the most on the way to the context, `kv_end_bytes` those at its end, `rows` the
+    tokens kept there. `known` says how a number is known: kv bytes are exact, the peak is an
+    estimate, quality and speed are unknown (`-`) until measured.
     """
 
     method: str
@@ -79,6 +87,8 @@ class FitRow:
     note: str = ""
     bits: float | None = None
     kv_bytes: int | None = None
+    kv_end_bytes: int | None = None
+    rows: int | None = None
     native_bytes: int | None = None
     ratio: float | None = None
     resident_bytes: int | None = None
@@ -93,9 +103,11 @@ class FitRow:
         return asdict(self)
 
 
-def _mean_held(shares: Shares, config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def _mean_held(
+    shares: Shares, config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0
+) -> Held:
     """What a layer holds on average where layers share."""
-    del config
+    del config, decoded
     return mean_held(shares, shape, tokens)
 
 
@@ -105,14 +117,16 @@ class Sizer:
     Args:
         model: its shape.
         config: method and settings; checked once, here.
+        answer: tokens of the longest answer that is planned for.
 
     Raises:
         QuantizerConfigError: when the configuration cannot work or the method is planned.
     """
 
-    def __init__(self, model: ModelShape, config: KVCacheConfig) -> None:
+    def __init__(self, model: ModelShape, config: KVCacheConfig, answer: int = ANSWER) -> None:
         self.model = model
         self.config = config
+        self.answer = answer
         self.row = row_of(config.method)
         self.row.check(config)
         if self.row.held is None:
@@ -123,21 +137,26 @@ class Sizer:
             n_layers = sum(count for _, count in model.layers)
             self._held = partial(_mean_held, shares_of(config, n_layers))
 
+    def held(self, shape: LayerShape, tokens: int) -> Held:
+        """What one layer holds at the end of a context, the answer in it."""
+        return self._held(self.config, shape, tokens, min(self.answer, tokens - 1))
+
     def rows(self, tokens: int) -> int:
-        """Tokens that the first compressed layer keeps of `tokens`."""
+        """Tokens that the first compressed layer keeps of a context, the answer in it."""
         for shape, _ in self.model.layers:
-            return self._held(self.config, shape, tokens).rows
+            return self.held(shape, tokens).rows
         return tokens
 
     def need(self, tokens: int, batch: int = 1) -> Need:
-        """Bytes for `batch` conversations of `tokens` tokens each."""
-        model, kv, prompt, work = self.model, 0, 0, 0
+        """Bytes for `batch` conversations of up to `tokens` tokens each, answers in them."""
+        model, kv, end, prompt, work = self.model, 0, 0, 0, 0
         itemsize = 4 if model.backend == "cpu" else 2
         for shape, count in model.layers:
-            held = self._held(self.config, shape, tokens)
-            kv += count * held.nbytes
+            held = self.held(shape, tokens)
+            kv += count * held.most
+            end += count * held.nbytes
             # layers are read one after the other: their transient work is needed once
-            prompt += count * max(held.nbytes, held.peak - held.work)
+            prompt += count * max(held.most, held.peak - held.work)
             work = max(work, held.work)
         rows = min(tokens, PREFILL_CHUNK)
         work += rows * (3 * model.intermediate + 4 * model.hidden) * itemsize
@@ -145,6 +164,7 @@ class Sizer:
         return Need(
             weights=model.resident_weights,
             kv=batch * kv,
+            kv_end=batch * end,
             native=batch * model.native_bytes(tokens),
             work=batch * work,
             program=PROGRAM_BYTES,
@@ -160,41 +180,18 @@ class Sizer:
         return min(model.file_weights, LOAD_PIECE + 2 * model.vocabulary * model.hidden)
 
     def max_context(self, room: int, batch: int = 1) -> tuple[int, Limit]:
-        """Longest context that fits into `room` bytes, at most the native one, and what limits it.
-
-        A cache may shrink a little when a window moves into the packed body, so the search goes
-        along a grid and stops at the first length that does not fit: more room never gives less.
-        """
-        least = self.need(min(LEAST_TOKENS, self.model.native_context), batch)
+        """Longest context that fits into `room` bytes, at most the native one, and its limit."""
+        native = self.model.native_context
+        least = self.need(min(LEAST_TOKENS, native), batch)
         if least.peak > room:
-            if least.loading > room:
-                return 0, "weights"
-            return 0, _which(least, room)
-        low, high = LEAST_TOKENS, self.model.native_context
-        if low >= high:
-            return high, "native context"
-        limit: Limit = "native context"
-        for _ in range(2):
-            fitting, stopper = low, None
-            for tokens in _steps(low, high):
-                need = self.need(tokens, batch)
-                if need.peak > room:
-                    stopper = tokens
-                    limit = _which(need, room)
-                    break
-                fitting = tokens
-            low = fitting
-            if stopper is None:
-                return low, limit
-            high = stopper
-        return low, limit
-
-
-def _steps(low: int, high: int) -> Iterator[int]:
-    """`GRID` lengths above `low`, the last one `high`."""
-    step = max(1, -(-(high - low) // GRID))
-    yield from range(low + step, high, step)
-    yield high
+            return 0, "weights" if least.loading > room else _which(least, room)
+        if self.need(native, batch).peak <= room:
+            return native, "native context"
+        lengths = range(min(LEAST_TOKENS, native), native)
+        # Every part of a need grows with the length, so the search may halve.
+        fitting = bisect_right(lengths, room, key=lambda tokens: self.need(tokens, batch).peak)
+        longest = lengths[fitting - 1]
+        return longest, _which(self.need(longest + 1, batch), room)
 
 
 def _which(need: Need, room: int) -> Limit:
@@ -209,13 +206,14 @@ def fit_row(
     room: int,
     *,
     options: dict[str, Any] | None = None,
+    answer: int = ANSWER,
 ) -> FitRow:
     """One method for one model; a method or setting that cannot work is a row with a reason."""
     if not row.is_ready:
         return FitRow(row.name, row.kind, False, why="documented but not built yet")
     head_dim = next((shape.k_dim for shape, _ in model.layers), 128)
     try:
-        sizer = Sizer(model, config_of(row.name, options or {}, head_dim))
+        sizer = Sizer(model, config_of(row.name, options or {}, head_dim), answer)
     except (QuantizerConfigError, SettingsError) as error:
         return FitRow(row.name, row.kind, True, why=str(error))
     if not model.layers and row.name != BASELINE:
@@ -230,8 +228,10 @@ def fit_row(
         kind=row.kind,
         ready=True,
         note=f"keeps {kept:,} of {context:,} tokens" if kept < context else "",
+        rows=kept,
         bits=round(8 * need.kv / values, 2) if values else None,
         kv_bytes=need.kv,
+        kv_end_bytes=need.kv_end,
         native_bytes=need.native,
         ratio=round(plain / need.kv, 2) if need.kv else None,
         resident_bytes=need.resident,
@@ -251,16 +251,19 @@ def fit_table(
     *,
     methods: Sequence[str] = (),
     options: Mapping[str, dict[str, Any]] | None = None,
+    answer: int = ANSWER,
 ) -> list[FitRow]:
     """All methods for one model at `context` tokens and `batch` conversations, best first.
 
     Methods that fit come first; among them those that keep every token, by longest context, then by
-    bytes. Those left out come last. `options` are settings by method.
+    bytes. Those left out come last. `options` are settings by method, `answer` the tokens of an
+    answer at the end of the context.
     """
     rows = [row_of(name) for name in methods] or list(TABLE.values())
     options = options or {}
     table = [
-        fit_row(model, row, context, batch, room, options=options.get(row.name)) for row in rows
+        fit_row(model, row, context, batch, room, options=options.get(row.name), answer=answer)
+        for row in rows
     ]
     return sorted(table, key=_rank)
 

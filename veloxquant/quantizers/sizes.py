@@ -32,17 +32,28 @@ class Held(NamedTuple):
     """What a layer holds: `nbytes` with growth steps, `rows` kept, `peak` bytes in prefill.
 
     `work` is the part of `peak` that is gone once the layer was read: layers are read one after the
-    other, so a model needs it once.
+    other, so a model needs it once. `above` is what a shorter sequence can hold beyond `nbytes`,
+    where tokens wait exact for a whole block.
     """
 
     nbytes: int
     rows: int
     peak: int
     work: int = 0
+    above: int = 0
+
+    @property
+    def most(self) -> int:
+        """Most bytes on the way to this length, itself included."""
+        return self.nbytes + self.above
+
+    def plus(self, nbytes: int) -> "Held":
+        """The same with `nbytes` more that are held all the time."""
+        return self._replace(nbytes=self.nbytes + nbytes, peak=self.peak + nbytes)
 
     def times(self, n: int) -> "Held":
         """The same for `n` independent sequences."""
-        return Held(self.nbytes * n, self.rows, self.peak * n, self.work * n)
+        return Held(self.nbytes * n, self.rows, self.peak * n, self.work * n, self.above * n)
 
 
 def round_up(n: int, step: int) -> int:

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import time
 
 import pytest
@@ -58,11 +59,66 @@ def test_the_longest_context_fits_and_stays_within_the_native_one(method: str, r
 @pytest.mark.parametrize("method", READY)
 def test_bytes_are_those_of_the_method_table(method: str) -> None:
     config = KVCacheConfig(method=method)
-    need = Sizer(model(), config).need(5000, batch=3)
-    one = held(config, SHAPE, 5000).nbytes
+    need = Sizer(model(), config, answer=100).need(5000, batch=3)
+    one = held(config, SHAPE, 5000, 100)
     if method in GROUPS:
-        one = mean_held(shares_of(config, 36), SHAPE, 5000).nbytes
-    assert need.kv == 3 * 36 * one
+        one = mean_held(shares_of(config, 36), SHAPE, 5000)
+    assert need.kv_end == 3 * 36 * one.nbytes
+    assert need.kv == 3 * 36 * one.most
+
+
+# a2ats counts the codes of a longer sequence with the rows of a shorter one, chunkkv a full budget
+LOOSE = {"a2ats": 1.2, "chunkkv": 1.001}
+
+
+@pytest.mark.parametrize("method", READY)
+def test_bytes_up_to_a_length_are_the_most_on_the_way(method: str) -> None:
+    config, shape = KVCacheConfig(method=method), LayerShape(4, 2, 64, 64)
+    size, most = TABLE[method].held, 0
+    assert size is not None
+    for tokens in range(1, 1300):
+        at = size(config, shape, tokens)
+        most = max(most, at.nbytes)
+        assert most <= at.most <= most * LOOSE.get(method, 1.0)
+        assert at.peak >= at.most
+
+
+SETTINGS = {
+    "skvq": {"skvq_group_size": 64},
+    "nsnquant": {"nsn_residual_length": 128},
+    "xquant": {"xquant_group_quant_size": 128},
+    "age_tiered": {"age_recent_boundary": 100, "age_mid_boundary": 300},
+    "anchorkv": {"anchorkv_window": 40},
+    "a2ats": {"a2ats_window": 50},
+}
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_odd_windows_and_steps_have_their_most_too(method: str) -> None:
+    options = TABLE[method].options(**SETTINGS[method])
+    config, shape = KVCacheConfig(method=method, options=options), LayerShape(4, 2, 64, 64)
+    size, most = TABLE[method].held, 0
+    assert size is not None
+    for tokens in range(1, 1000):
+        at = size(config, shape, tokens)
+        most = max(most, at.nbytes)
+        assert at.most >= most
+
+
+@pytest.mark.parametrize("method", READY)
+def test_needs_grow_with_the_length(method: str) -> None:
+    sizer = Sizer(model(), KVCacheConfig(method=method))
+    needs = [sizer.need(tokens) for tokens in range(16, 3000, 7)]
+    for one, longer in itertools.pairwise(needs):
+        assert one.kv <= longer.kv
+        assert one.peak <= longer.peak
+
+
+def test_an_answer_is_planned_for() -> None:
+    short, long = (fit_row(model(), TABLE["snapkv"], 8192, 1, 12 * GIB, answer=n) for n in (1, 900))
+    assert (short.rows, long.rows) == (513, 512 + 900)
+    assert (short.kv_bytes or 0) < (long.kv_bytes or 0)
+    assert fit_row(model(), TABLE["snapkv"], 300, 1, 12 * GIB, answer=900).rows == 300
 
 
 @pytest.mark.parametrize("method", READY)

@@ -18,9 +18,9 @@ from veloxquant.cache.layouts import (
     tiered,
     vector,
 )
+from veloxquant.cache.layouts.base import SizeOf
 from veloxquant.cache.plans import LayerPlan
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.quantizers.sizes import Held, LayerShape
 
 LEAST_TEXT = 512
 """Tokens of the shortest text that methods are calibrated with; fewer say little of a head."""
@@ -42,7 +42,7 @@ def least_text(config: KVCacheConfig) -> int:
     return max(LEAST_TEXT, *needed)
 
 
-HELD: dict[str, Callable[[KVCacheConfig, LayerShape, int], Held]] = {
+HELD: dict[str, SizeOf] = {
     name: size
     for family in (
         base,

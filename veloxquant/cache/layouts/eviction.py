@@ -58,11 +58,14 @@ def _scoring(shape: LayerShape, tokens: int, scored: int) -> int:
     return waiting + scored * scores + shape.n_kv_heads * tokens * shape.k_dim * COMPUTE_ITEMSIZE
 
 
-def streaming_llm_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def streaming_llm_held(
+    config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0
+) -> Held:
     """Exact sinks and a recent window, whatever the length.
 
     They are apart where the window is packed or has moved; then it holds up to a growth step more.
     """
+    del decoded
     sinks = min(tokens, config.stream_n_sink)
     window = min(tokens - sinks, config.stream_window_size)
     rows = sinks + window
@@ -77,21 +80,23 @@ def streaming_llm_held(config: KVCacheConfig, shape: LayerShape, tokens: int) ->
     return held._replace(nbytes=apart + form.nbytes(window) + moving, peak=held.peak + apart)
 
 
-def budget_held(field: str, extra: Extra | None = None) -> SizeOf:
+def budget_held(field: str, extra: Extra | None = None, *, adds: bool = False) -> SizeOf:
     """The size function of a method that holds `config.<field>` rows once a prompt was read.
 
-    Where decoded tokens add their rows they are not counted.
+    `adds`: decoded tokens add their rows, where else each takes the place of another.
     """
 
-    def size(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
-        rows = min(tokens, getattr(config, field))
+    def size(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
+        more = decoded if adds else 0
+        rows = min(tokens - more, getattr(config, field)) + more
         return kept_held(config, shape, tokens, rows, extra or Extra())
 
     return size
 
 
-def morphkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def morphkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """The budget and the newest queries."""
+    del decoded
     rows = min(tokens, config.morphkv_budget)
     return kept_held(config, shape, tokens, rows, Extra(ring=config.morphkv_window))
 
@@ -99,7 +104,7 @@ def morphkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
 SCORED = Extra(numbers=1, scored=3)
 HELD: dict[str, SizeOf] = {
     "streaming_llm": streaming_llm_held,
-    "snapkv": budget_held("snap_budget"),
+    "snapkv": budget_held("snap_budget", adds=True),
     "h2o": budget_held("h2o_budget", SCORED),
     "tova": budget_held("tova_budget", Extra(ring=1, positions="layer")),
     "keyformer": budget_held("keyformer_budget", Extra(numbers=1, scored=5)),

@@ -11,11 +11,12 @@ from veloxquant.quantizers.specs.pages import PageSplit
 FP32 = 4
 
 
-def qfilters_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def qfilters_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """The first queries until the first eviction; then scores and the filter.
 
     Without a calibration nothing goes before `qfilters_calib_tokens` are there.
     """
+    del decoded
     count = config.qfilters_calib_tokens
     rows = tokens if tokens < count else min(tokens, config.qfilters_budget)
     if rows == tokens:
@@ -24,11 +25,15 @@ def qfilters_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held
     filters = shape.n_kv_heads * shape.k_dim * FP32
     rated = shape.n_kv_heads * min(tokens, rows + PREFILL_CHUNK) * shape.k_dim * FP32
     peak, work = held.peak + filters + rated, held.work + rated
-    return Held(held.nbytes + filters, rows, peak, work)
+    nbytes = held.nbytes + filters
+    # With the queries, up to the length at which rows go first.
+    waiting = qfilters_held(config, shape, max(rows, count - 1))
+    return Held(nbytes, rows, peak, work, max(0, waiting.most - nbytes))
 
 
-def curdkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def curdkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """Rows and their leverages, and the directions of keys and values."""
+    del decoded
     rows = min(tokens, config.curdkv_budget)
     if rows == tokens:
         return kept_held(config, shape, tokens, rows, Extra())
@@ -46,13 +51,11 @@ def rocketkv_split(config: KVCacheConfig) -> PageSplit:
     )  # fmt: skip
 
 
-def rocketkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
-    """Rows that stay of a prompt, and two bounds of every finished page, in the keys' form.
-
-    Decoded tokens add their rows and are not counted.
-    """
+def rocketkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
+    """Rows that stay of a prompt, and two bounds of every finished page, in the keys' form."""
     split = rocketkv_split(config)
-    rows = min(tokens, split.rows(tokens))
+    prompt = tokens - decoded
+    rows = min(prompt, split.rows(prompt)) + decoded
     held = kept_held(config, shape, tokens, rows, Extra())
     if rows == tokens:
         return held
@@ -60,14 +63,14 @@ def rocketkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held
     return Held(held.nbytes + bounds, rows, held.peak + bounds, held.work)
 
 
-def kvzip_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def kvzip_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """The mean over heads; those of unequal rows have counts instead of scores."""
-    rows = min(tokens, config.kvzip_budget)
+    rows = min(tokens - decoded, config.kvzip_budget) + decoded
     if config.kvzip_scope == "head" or rows == tokens:
         return kept_held(config, shape, tokens, rows, SCORED)
     held = kept_held(config, shape, tokens, rows, Extra(scored=SCORED.scored))
     counts = FP32 * shape.n_kv_heads if shape.n_kv_heads > 1 else 0
-    return held._replace(nbytes=held.nbytes + counts, peak=held.peak + counts)
+    return held.plus(counts)
 
 
 HELD: dict[str, SizeOf] = {

@@ -1,6 +1,6 @@
 """Sizes of the methods that compress a prompt once, when it is complete.
 
-Rows of decoded tokens are not counted.
+Decoded tokens add their rows, but for squeeze.
 """
 
 from typing import NamedTuple
@@ -19,10 +19,11 @@ SCORING_COPIES = 5
 """Keys, directions and means in fp32 while anomalies are computed."""
 
 
-def pyramidkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def pyramidkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """The mean over layers; between the least and the largest budget a little too much."""
-    rows = config.pyramid_resolved_budget or config.pyramid_budget
-    return kept_held(config, shape, tokens, min(tokens, rows), Extra())
+    budget = config.pyramid_resolved_budget or config.pyramid_budget
+    rows = min(tokens - decoded, budget) + decoded
+    return kept_held(config, shape, tokens, rows, Extra())
 
 
 class ChunkRule(NamedTuple):
@@ -62,10 +63,14 @@ def chunk_rule(config: KVCacheConfig) -> ChunkRule:
     return ChunkRule(config.chunkkv_chunk_size, config.chunkkv_n_sink, PROMPT_WINDOW)
 
 
-def chunkkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def chunkkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """Whole chunks within the budget; one list of positions for all heads."""
-    rows = chunk_rule(config).kept(tokens, config.chunkkv_budget)
-    return kept_held(config, shape, tokens, rows, Extra(positions="layer"))
+    prompt, budget = tokens - decoded, config.chunkkv_budget
+    rows = chunk_rule(config).kept(prompt, budget) + decoded
+    extra = Extra(positions="layer")
+    held = kept_held(config, shape, tokens, rows, extra)
+    fullest = kept_held(config, shape, tokens, min(prompt, budget) + decoded, extra)
+    return held._replace(above=fullest.nbytes - held.nbytes)
 
 
 def heads_compete(config: KVCacheConfig, shape: LayerShape) -> bool:
@@ -74,9 +79,9 @@ def heads_compete(config: KVCacheConfig, shape: LayerShape) -> bool:
     return shape.n_kv_heads > 1 and safe < config.nestedkv_budget
 
 
-def nestedkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def nestedkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """The mean over heads, their counts; scoring takes some fp32 copies of all keys."""
-    rows = min(tokens, config.nestedkv_budget)
+    rows = min(tokens - decoded, config.nestedkv_budget) + decoded
     held = kept_held(config, shape, tokens, rows, Extra())
     unequal = rows < tokens and heads_compete(config, shape)
     counts = NUMBER_BYTES * shape.n_kv_heads if unequal else 0
@@ -94,13 +99,22 @@ def squeeze_least(config: KVCacheConfig) -> int:
     return max(config.squeeze_n_sink + SQUEEZE_ROOM, int(part * config.squeeze_budget))
 
 
-def squeeze_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
-    """The mean over layers; the newest queries until budgets are known."""
+def squeeze_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
+    """The mean over layers; the newest queries until budgets are known.
+
+    Once they are known, decoded tokens take the places of others.
+    """
+    del decoded
     given = config.squeeze_resolved_budget
     waits = given is None and tokens <= squeeze_least(config)
     ring = PROMPT_WINDOW if waits else 0
     extra = Extra(ring=ring, positions="layer", whole_prompt=given is None)
-    return kept_held(config, shape, tokens, min(tokens, given or config.squeeze_budget), extra)
+    held = kept_held(config, shape, tokens, min(tokens, given or config.squeeze_budget), extra)
+    if waits or given is not None:
+        return held
+    waiting = squeeze_held(config, shape, squeeze_least(config))
+    above, peak = max(0, waiting.nbytes - held.nbytes), max(held.peak, waiting.peak)
+    return held._replace(above=above, peak=peak)
 
 
 HELD: dict[str, SizeOf] = {

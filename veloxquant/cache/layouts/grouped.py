@@ -93,8 +93,9 @@ def adakv_plan(config: KVCacheConfig, heads: int) -> LayerPlan:
     )
 
 
-def adakv_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def adakv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """Size of a layer, whose heads share a budget."""
+    del decoded
     return adakv_plan(config, shape.n_kv_heads).held(shape, tokens)
 
 

@@ -55,8 +55,9 @@ def joined_shape(shape: LayerShape, groups: int) -> LayerShape:
     return shape._replace(n_kv_heads=groups, k_dim=size * shape.k_dim, v_dim=size * shape.v_dim)
 
 
-def palu_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def palu_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """The plan of joined rows."""
+    del decoded
     groups = palu_groups(config, shape.n_kv_heads)
     return palu_plan(config).held(joined_shape(shape, groups), tokens)
 
@@ -110,8 +111,9 @@ def minicache_plan(config: KVCacheConfig, index: int = 0, size: int = 1) -> Laye
     return LayerPlan(stream, stream)
 
 
-def minicache_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def minicache_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """A layer by itself: exact rows that are read tile by tile, as packed ones are."""
+    del decoded
     nbytes = minicache_plan(config).nbytes(shape, tokens)
     work = workspace(shape, tokens, PREFILL_CHUNK)
     return Held(nbytes, tokens, nbytes + work, work)
@@ -165,8 +167,9 @@ def mean_held(shares: Shares, shape: LayerShape, tokens: int) -> Held:
     """What a layer holds on average in a model whose layers share as they should."""
     each = [(plan.held(shape, tokens), n) for plan, n in shares]
     nbytes = -(-sum(h.nbytes * n for h, n in each) // sum(n for _, n in each))
+    most = -(-sum(h.most * n for h, n in each) // sum(n for _, n in each))
     work = max(h.work for h, _ in each)
-    return Held(nbytes, tokens, nbytes + work, work)
+    return Held(nbytes, tokens, most + work, work, most - nbytes)
 
 
 HELD: dict[str, SizeOf] = {

@@ -1,11 +1,19 @@
 """Layouts of the methods that code tokens by class or by age."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from veloxquant.cache.layouts.base import SizeOf, everything, sizes_of
-from veloxquant.cache.plans import Below, LayerPlan, StreamPlan, Trailing, WholeBlocks
+from veloxquant.cache.plans import (
+    Absolute,
+    Below,
+    LayerPlan,
+    StreamPlan,
+    Trailing,
+    WholeBlocks,
+    moves,
+)
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import (
     BODY_STEP,
@@ -49,6 +57,14 @@ class AgePlan(StreamPlan):
         """Format and growth step of each tier, oldest first; only the oldest grows for ever."""
         young = [spec for spec, _ in self.older[1:]] + [self.spec]
         return ((self.older[0][0], BODY_STEP), *((spec, spec.block) for spec in young))
+
+    def fullest(self, tokens: int) -> Iterator[int]:
+        """Lengths up to `tokens` among which is the one that takes most bytes."""
+        yield from super().fullest(tokens)
+        growth = round_up(BODY_STEP, self.spec.block)
+        for _, age in self.older:
+            for waiting in moves(self.schedule, max(0, tokens - age), growth):
+                yield waiting + age
 
     def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
         """Bytes of one head, growth steps included."""
@@ -115,36 +131,65 @@ def amc_plan(config: KVCacheConfig) -> LayerPlan:
     return LayerPlan(side(pairs=True), side(pairs=False))
 
 
-def amc_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def amc_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """The plan, and the queries that are kept where saliency reads them."""
+    del decoded
     held = amc_plan(config).held(shape, tokens)
     if not config.amc_use_query_saliency:
         return held
-    rows = shape.n_q_heads * min(tokens, AMC_QUERIES) * shape.k_dim * shape.itemsize
-    return held._replace(nbytes=held.nbytes + rows, peak=held.peak + rows)
+    return held.plus(shape.n_q_heads * min(tokens, AMC_QUERIES) * shape.k_dim * shape.itemsize)
+
+
+@dataclass(frozen=True)
+class LedPlan(StreamPlan):
+    """A layout whose first block has a lead: places that hold no token."""
+
+    @property
+    def lead(self) -> int:
+        """Places without a token."""
+        assert isinstance(self.spec, AnchorSpec)
+        return self.spec.lead
+
+    def nbytes(self, tokens: int, dim: int, itemsize: int) -> int:
+        """Bytes of one head, growth steps included."""
+        sinks, body, window = self.rows(tokens)
+        plain = PlainSpec()
+        places = body + self.lead if body else 0
+        return (
+            store_bytes(plain, sinks, max(1, self.n_sink), dim, itemsize)
+            + store_bytes(self.spec, places, BODY_STEP, dim, itemsize)
+            + store_bytes(plain, window, WINDOW_STEP, dim, itemsize)
+        )
 
 
 ANCHOR_BLOCK = 128
 """Blocks of anchorkv are multiples of this."""
 LARGEST_ANCHOR_BLOCK = 4096
+ANCHOR_SINKS = 1
 
 
 def anchorkv_plan(config: KVCacheConfig) -> LayerPlan:
-    """The first token, blocks with their anchors, a window; keys and values choose together."""
+    """The first token, blocks with their anchors, a window; keys and values choose together.
+
+    The first block has no token at its first places, so many that at multiples of a block just the
+    window is exact.
+    """
     share = config.anchorkv_anchor_frac
     size = min(round_up(math.ceil(1 / share), ANCHOR_BLOCK), LARGEST_ANCHOR_BLOCK)
     anchors = max(1, math.floor(share * size))
     slots = math.floor(config.anchorkv_rho * (size - anchors))
+    lead = (ANCHOR_SINKS + config.anchorkv_window) % size
 
     def side(seed: int, *, owns: bool) -> StreamPlan:
         classes = (
             (slots, ProjectedSpec(config.anchorkv_residual_bits, seed, owns)),
             (size - slots, ProjectedSpec(0, seed, owns)),
         )
-        spec = AnchorSpec(size, classes, anchors=anchors, owns=owns)
+        spec = AnchorSpec(size, classes, anchors=anchors, owns=owns, lead=lead)
         # Numbers of anchors reach so far; tokens beyond stay exact.
         limit = MAX_ANCHORS // anchors * size
-        return StreamPlan(spec, Below(limit, Trailing(config.anchorkv_window, size)), n_sink=1)
+        blocks = Absolute(lead, Trailing(config.anchorkv_window, size))
+        return LedPlan(spec, Below(limit, blocks), ANCHOR_SINKS)
 
     seed = config.anchorkv_seed
     return LayerPlan(side(seed, owns=True), side(seed + 1, owns=False))

@@ -66,13 +66,14 @@ def coded_tokens(spec: RetrievalSpec, body: int) -> int:
     return body if body >= spec.fit_tokens else 0
 
 
-def a2ats_held(config: KVCacheConfig, shape: LayerShape, tokens: int) -> Held:
+def a2ats_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
     """The two streams and the codes."""
+    del decoded
     plan, spec = a2ats_plan(config), a2ats_codes(config)
     base = plan.held(shape, tokens)
     coded = coded_tokens(spec, plan.keys.rows(tokens)[1])
     more = shape.n_kv_heads * store_bytes(spec, coded, BODY_STEP, shape.k_dim, shape.itemsize)
-    return base._replace(nbytes=base.nbytes + more, peak=base.peak + more)
+    return base.plus(more)
 
 
 HELD: dict[str, SizeOf] = {
