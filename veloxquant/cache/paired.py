@@ -40,6 +40,11 @@ class ClassStore(Store):
         return codec.encode_marked(x, self.marks, self._fitted)
 
     @property
+    def blocks(self) -> int:
+        """Blocks held."""
+        return self._stop // self.classed.spec.size
+
+    @property
     def constants(self) -> Packed:
         """What was fitted to the first tokens, empty before."""
         return self._fitted
@@ -49,12 +54,12 @@ class ClassStore(Store):
 
     def by_class(self) -> list[Store]:
         """The classes as stores that share the buffers of this one; to be read, not written."""
-        out, blocks = [], self.length // self.classed.spec.size
+        out, vacant = [], self.classed.spec.vacant()
         for part, arrays in self.classed.by_class(self._packed()):
             view = Store(part.codec, 1)
             view._arrays = {n: a for n, a in arrays.items() if n in part.codec.axes}
             view._fitted = {n: a for n, a in arrays.items() if n not in part.codec.axes}
-            view._stop = blocks * part.tokens
+            view._start, view._stop = vacant[part.number], self.blocks * part.tokens
             view.capacity = self.capacity // self.classed.spec.size * part.tokens
             out.append(view)
         return out

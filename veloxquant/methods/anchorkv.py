@@ -5,8 +5,9 @@ picked. The first token of a sequence is exact too. Every other token is a facto
 the anchor whose key is most parallel. Where most would be lost, up to `anchorkv_rho` of the tokens,
 the residuals of key and value are coded in a rotated codebook; not where both are shorter than
 `anchorkv_theta` of their row. The newest tokens and the unfinished block are exact, on average 64
-tokens besides the window: a block is coded once its last token has left that. Numbers of anchors
-stand once for keys and values.
+tokens besides the window: a block is coded once its last token has left that. The first block is
+short, by as much as lets just the window be exact at multiples of a block; its places for residuals
+are as many as those of the others. Numbers of anchors stand once for keys and values.
 Values have no reason to be parallel to an anchor: at the documented settings turboquant_mse keeps
 more of them in about the same space.
 Source: none under this name; a design of this library.
@@ -59,6 +60,22 @@ class AnchorStore(ClassStore):
         """The codec, which knows anchors."""
         return cast(AnchorCodec, self.codec)
 
+    def led(self, x: mx.array) -> mx.array:
+        """Rows (B, H, n, D) that come next as whole blocks: the first one has room in front."""
+        lead = 0 if self.length else self.anchored.spec.lead
+        return mx.pad(x, [(0, 0), (0, 0), (lead, 0), (0, 0)]) if lead else x
+
+    def append(self, x: mx.array) -> None:
+        """Encode and add (B, H, n, D), which fill blocks behind the lead of the first one."""
+        if not x.shape[2]:
+            return
+        super().append(self.led(x))
+        self._start = self.anchored.spec.lead
+
+    def _is_whole(self, start: int, stop: int) -> bool:
+        lead = self.anchored.spec.lead if stop else 0
+        return start == lead and stop % self.anchored.spec.size == 0
+
     def _encode(self, x: mx.array) -> Packed:
         assert self.marks is not None
         return self.anchored.encode_chosen(x, self.marks, self.anchors(x))
@@ -67,14 +84,12 @@ class AnchorStore(ClassStore):
         """Anchors so far, (B, H, a, D), in the type of `like`."""
         if not self.length:
             return like[:, :, :0]
-        return self._range("a", 0, self.length)
+        return self._range("a", 0, self._stop)
 
     def residual_norms(self) -> mx.array | None:
         """Norms of the coded residuals, 0 for places not used; None without any place."""
         norms = self._packed().get("n0")
-        return (
-            norms[:, :, : self.anchored.axes["n0"].at(self.length)] if norms is not None else None
-        )
+        return norms[:, :, : self.anchored.axes["n0"].at(self._stop)] if norms is not None else None
 
 
 class AnchorStream(PairedStream):
@@ -83,6 +98,11 @@ class AnchorStream(PairedStream):
     def __init__(self, plan: StreamPlan, dim: int, codec: Codec | None = None) -> None:
         super().__init__(plan, dim, codec)
         self.body = AnchorStore(cast(AnchorCodec, self.body.codec), self.body.step)
+
+    def due(self, x: mx.array) -> mx.array | None:
+        """Rows that appending (B, H, n, D) would move into the body, as whole blocks."""
+        rows = super().due(x)
+        return None if rows is None else cast(AnchorStore, self.body).led(rows)
 
 
 class AnchorKVKVCache(PairedCache):
@@ -148,7 +168,7 @@ class AnchorKVKVCache(PairedCache):
     def n_anchor_total(self) -> int:
         """Anchors of one head."""
         body = self._bodies()[0]
-        return body.length // body.anchored.spec.size * body.anchored.spec.anchors
+        return body.blocks * body.anchored.spec.anchors
 
     @property
     def n_residual_total(self) -> int:

@@ -36,18 +36,21 @@ class Choice(NamedTuple):
     """(B, H, n/block · anchors) places of the anchors in the n tokens."""
 
 
-def pick_anchors(keys: mx.array, count: int) -> mx.array:
+def pick_anchors(keys: mx.array, count: int, lead: int = 0) -> mx.array:
     """Places (B, H, count) of the anchors of one block (B, H, n, D).
 
-    The first is the token nearest to all others; each next one is the least like those picked.
+    The first is the token nearest to all others; each next one is the least like those picked. The
+    first `lead` rows are zeros and no tokens; they come last.
     """
     unit = unit_rows(keys.astype(mx.float32))
     like = (unit * unit.mean(axis=2, keepdims=True)).sum(axis=-1)
     free = mx.full(like.shape, 1.0)
     near = mx.zeros(like.shape)
     at, places = mx.arange(keys.shape[2]), []
+    last = mx.where(at < lead, 4.0, 0.0)  # more than cosines differ by
     for i in range(count):
-        place = mx.argmax(mx.where(free > 0, -near if i else like, -mx.inf), axis=-1)
+        worth = (-near if i else like) - last
+        place = mx.argmax(mx.where(free > 0, worth, -mx.inf), axis=-1)
         places.append(place)
         free = mx.where(at == place[..., None], 0.0, free)
         own = mx.take_along_axis(unit, place[..., None, None], axis=2)
@@ -251,27 +254,31 @@ def choose(
         keys: (B, H, n, Dk).
         values: (B, H, n, Dv).
         before: anchors of the sequence so far, of keys and of values.
-        spec: block, anchors and places for residuals.
+        spec: block, anchors, places for residuals and, where a sequence begins, those of no token.
         theta: relative residual of key and value below which none is stored.
     """
     slots, _ = spec.classes[0]
     known, parts = before, []
     for start in range(0, keys.shape[2], spec.size):
         k, v = (a[:, :, start : start + spec.size] for a in (keys, values))
-        picks = pick_anchors(k, spec.anchors)
+        lead = 0 if known[0].shape[2] else spec.lead
+        picks = pick_anchors(k, spec.anchors, lead)
         known = tuple(
             mx.concatenate([a, take_rows(b, picks)], axis=2)
             for a, b in zip(known, (k, v), strict=True)
         )
         total = known[0].shape[2]
         own = mx.arange(total - spec.anchors, total)
-        place = mx.arange(spec.size)[:, None] == picks[:, :, None]
+        at = mx.arange(spec.size)
+        place = at[:, None] == picks[:, :, None]
         is_anchor = place.any(axis=-1)
         ids = mx.where(is_anchor, (place * own).sum(axis=-1), nearest(k, known[0]))
         errors = [relative(project(x, a, ids)[1], x) for x, a in zip((k, v), known, strict=True)]
         worth = ~is_anchor & ((errors[0] >= theta) | (errors[1] >= theta))
-        # Anchors come last of all: they never take a place of class 0.
+        # Anchors come last of all tokens: they never take a place of class 0 from one.
         utility = mx.where(worth, errors[0] + errors[1], mx.where(is_anchor, -2.0, -1.0))
+        utility = mx.where(at < lead, -3.0, utility)
         classes = (rank(utility) >= slots).astype(mx.uint32)
-        parts.append((classes, ids.astype(mx.uint32), worth & (classes == 0), picks + start))
+        coded = worth & (classes == 0) & (at >= lead)
+        parts.append((classes, ids.astype(mx.uint32), coded, picks + start))
     return Choice(*(mx.concatenate(list(each), axis=2) for each in zip(*parts, strict=True)))

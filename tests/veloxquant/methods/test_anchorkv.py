@@ -1,5 +1,7 @@
 """anchorkv: what is exact, what a residual is worth, and who gets one."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
 from cache_lab import (
@@ -8,6 +10,7 @@ from cache_lab import (
     feed,
     held_rows,
     new_cache,
+    plan_of,
     random_tokens,
     same,
     same_state,
@@ -16,6 +19,7 @@ from cache_lab import (
 )
 
 from veloxquant.cache.layouts import tiered
+from veloxquant.cache.persist import load_caches, save_caches
 from veloxquant.cache.table import held
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import AnchorKVOptions
@@ -24,6 +28,8 @@ from veloxquant.dsa.mlx_pack import unpack
 from veloxquant.quantizers.sizes import LayerShape
 
 C, M, W = 128, 1, 8
+LEAD = 1 + W
+"""Places of the first block without a token: those of the exact first one and of the window."""
 SMALL = {"window": W}
 
 
@@ -58,15 +64,16 @@ def error(now: mx.array, true: mx.array) -> float:
     return (mx.linalg.norm(now - true) / mx.linalg.norm(true)).item()
 
 
-@pytest.mark.parametrize("total", [1, C, C + W, C + W + 1, 2 * C + W + 5])
+@pytest.mark.parametrize("total", [1, C - 1, C, C + 1, 2 * C - 1, 2 * C + W + 5])
 def test_anchors_and_the_newest_tokens_are_exact(total: int) -> None:
     tokens = structured(total, 1, heads=2)
     cache = filled(tokens, 50)
-    blocks = max(0, total - 1 - W) // C
+    blocks = total // C
+    end = max(1, blocks * C - W)
     assert cache.n_anchor_total == blocks * M
     for side, (now, true) in enumerate(zip(held_rows(cache), tokens[1:], strict=True)):
-        assert same(now[:, :, 1 + blocks * C :], true[:, :, 1 + blocks * C :])
-        exact = (now == true).all(axis=-1)[:, :, 1 : 1 + blocks * C]
+        assert same(now[:, :, end:], true[:, :, end:])
+        exact = (now == true).all(axis=-1)[:, :, 1:end]
         assert (exact.sum(axis=-1) >= blocks * M).all().item()
         assert same(now[:, :, :1], true[:, :, :1])
         if blocks:
@@ -74,19 +81,19 @@ def test_anchors_and_the_newest_tokens_are_exact(total: int) -> None:
 
 
 def test_slots_are_counted_and_the_others_have_none() -> None:
-    tokens = structured(1 + 2 * C + W, 2, heads=2)
+    tokens = structured(2 * C, 2, heads=2)
     slots = int(0.7 * (C - M))
     cache = filled(tokens)
     assert cache.n_residual_total == 2 * 2 * slots
     assert filled(tokens, rho=0.0).n_residual_total == 0
-    assert filled(tokens, rho=1.0, theta=0.0).n_residual_total == 2 * 2 * (C - M)
+    assert filled(tokens, rho=1.0, theta=0.0).n_residual_total == 2 * (2 * (C - M) - LEAD)
     classes = unpack(arrays(cache)["m"], 1, 2 * C).reshape(1, 2, 2, C)
     assert ((classes == 0).sum(axis=-1) == slots).all().item()
 
 
 def test_repeated_tokens_need_no_residual() -> None:
     once = structured(8, 3)
-    index = mx.zeros(1 + C + W, dtype=mx.uint32)
+    index = mx.zeros(2 * C, dtype=mx.uint32)
     tokens = Tokens(*(mx.take(a, index, axis=2) for a in once))
     cache = filled(tokens)
     assert cache.n_residual_total == 0
@@ -96,16 +103,16 @@ def test_repeated_tokens_need_no_residual() -> None:
 
 def test_slots_are_those_above_theta_when_they_are_few() -> None:
     once = structured(8, 4)
-    index = mx.zeros(1 + C + W, dtype=mx.uint32)
+    index = mx.zeros(2 * C, dtype=mx.uint32)
     tokens = Tokens(*(mx.take(a, index, axis=2) for a in once))
-    odd = (mx.arange(1 + C + W) % 16 == 5)[:, None]
+    odd = (mx.arange(2 * C) % 16 == 5)[:, None]
     noise = mx.random.normal(tokens.values.shape, key=mx.random.key(9))
     cache = filled(tokens._replace(values=mx.where(odd, noise, tokens.values)))
-    assert cache.n_residual_total == C // 16
+    assert cache.n_residual_total == 2 * C // 16
 
 
 def test_error_falls_with_every_setting() -> None:
-    tokens = structured(1 + 4 * C + W, 5)
+    tokens = structured(4 * C, 5)
 
     def lost(**fields) -> float:
         return error(held_rows(filled(tokens, **fields))[0], tokens.keys)
@@ -120,20 +127,21 @@ def test_error_falls_with_every_setting() -> None:
 
 
 def test_projections_are_orthogonal() -> None:
-    tokens = structured(1 + C + W, 6)
+    tokens = structured(C, 6)
     cache = filled(tokens, rho=0.0)
     for side, (now, true) in enumerate(zip(held_rows(cache), tokens[1:], strict=True)):
         del side
-        rest = (true - now)[:, :, 1 : 1 + C]
-        inner = mx.abs((rest * now[:, :, 1 : 1 + C]).sum(axis=-1))
-        lengths = mx.square(true[:, :, 1 : 1 + C]).sum(axis=-1)
+        rest = (true - now)[:, :, 1 : C - W]
+        assert mx.any(rest != 0).item()
+        inner = mx.abs((rest * now[:, :, 1 : C - W]).sum(axis=-1))
+        lengths = mx.square(true[:, :, 1 : C - W]).sum(axis=-1)
         assert (inner <= 1e-3 * lengths).all().item()
         assert (mx.square(rest).sum(axis=-1) <= lengths * (1 + 1e-5)).all().item()
 
 
 @pytest.mark.parametrize("factor", [0.25, 64.0])
 def test_scale_changes_factors_and_nothing_else(factor: float) -> None:
-    tokens = structured(1 + C + W, 7)
+    tokens = structured(C, 7)
     scaled = Tokens(tokens.queries, factor * tokens.keys, factor * tokens.values)
     for now, other in zip(held_rows(filled(tokens)), held_rows(filled(scaled)), strict=True):
         assert worst(factor * now, other) <= 1e-4 * factor
@@ -146,7 +154,7 @@ def test_state_does_not_depend_on_pieces(size: int) -> None:
 
 
 def test_the_seed_is_part_of_the_code() -> None:
-    tokens = structured(1 + C + W, 9)
+    tokens = structured(C, 9)
     one, other, again = (held_rows(filled(tokens, seed=s))[0] for s in (1, 2, 1))
     assert same(one, again)
     assert not same(one, other)
@@ -173,7 +181,7 @@ def test_tokens_that_numbers_of_anchors_do_not_reach_stay_exact(
     monkeypatch.setattr(tiered, "MAX_ANCHORS", 2)
     tokens = random_tokens(5 * C, seed=8)
     cache = filled(tokens, 100)
-    end = 1 + 2 * C
+    end = 2 * C - LEAD + 1
     for got, true in zip(held_rows(cache), tokens[1:], strict=True):
         assert same(got[:, :, end:], true[:, :, end:])
         assert not same(got[:, :, 1:end], true[:, :, 1:end])
@@ -187,8 +195,63 @@ def test_bytes_at_the_documented_defaults() -> None:
     slots = int(0.7 * 127)
     side = 256 + slots * 34 + 128 * 2
     numbers = 128 * 2 + 16
-    assert nbytes == 31 * (2 * side + numbers) + 2 * (256 + 128 * 256)
-    assert 2_097_152 / nbytes == pytest.approx(7.2, abs=0.1)
+    assert nbytes == 32 * (2 * side + numbers) + 2 * (256 + 32 * 256)
+    # What the documents count: no bits of classes, no exact first token, no place without a token.
+    assert nbytes == pytest.approx(248_769, rel=0.01)
+
+
+def test_a_round_length_takes_what_is_planned() -> None:
+    tokens = random_tokens(1024, seed=21, heads=1, repeat=1, k_dim=128, dtype=mx.bfloat16)
+    config = KVCacheConfig(method="anchorkv")
+    cache = new_cache(config, shape_of(tokens))
+    feed(cache, tokens, 300)
+    cache.commit()
+    live = sum(a.nbytes for side in cache.streams() for s in side for a in s.arrays())
+    assert cache.nbytes == live == held(config, shape_of(tokens), 1024).nbytes
+    assert [s.length for s in cache.streams()[0]] == [1, 1024 - 33, 32]
+
+
+@pytest.mark.parametrize("window", [0, 8, C - 2, C - 1, C, C + 40])
+@pytest.mark.parametrize("anchor_frac", [1 / 128, 1 / 8])
+def test_every_window_leaves_itself_exact(window: int, anchor_frac: float) -> None:
+    """Places without a token take part in nothing, even where the first block has one token."""
+    tokens = random_tokens(4 * C, seed=22)
+    cache = filled(tokens, 100, window=window, anchor_frac=anchor_frac, rho=1.0, theta=0.0)
+    assert cache.streams()[0][2].length == window
+    now = random_tokens(1, seed=23)
+    rows = held_rows(cache)
+    assert rows[0].shape[2] == 4 * C
+    out = attend(cache, now)
+    wanted = mx.fast.scaled_dot_product_attention(now.queries, *held_rows(cache), scale=64**-0.5)
+    assert worst(out, wanted) < 1e-4
+
+
+@pytest.mark.parametrize("left", [3 * C, 2 * C + 1, 2 * C, C, C - 1, 1, 0])
+def test_tokens_go_back_to_the_layout_of_their_length(left: int) -> None:
+    tokens = structured(3 * C + 50, 24, heads=2)
+    cache = filled(tokens, 90)
+    before = held_rows(cache)
+    assert cache.trim(3 * C + 50 - left) == 3 * C + 50 - left
+    assert [s.length for s in cache.streams()[1]] == list(cache.plan.values.rows(left))
+    assert cache.nbytes == held(config_of(), shape_of(tokens), left).nbytes
+    if left:
+        for now, then in zip(held_rows(cache), before, strict=True):
+            assert worst(now, then[:, :, :left]) < 1e-5
+    feed(cache, tokens.cut(left, 3 * C + 50), 77)
+    cache.commit()
+    assert [s.length for s in cache.streams()[0]] == list(cache.plan.keys.rows(3 * C + 50))
+
+
+def test_a_saved_first_block_comes_back(tmp_path: Path) -> None:
+    tokens = structured(C + 30, 25)
+    cache = filled(tokens, 60)
+    save_caches(tmp_path / "one", [cache], config_of())
+    loaded = load_caches(tmp_path / "one", plan_of(shape_of(tokens), 1), config_of())
+    same_state(cache, loaded[0])
+    for fed in (cache, loaded[0]):
+        feed(fed, structured(C, 26), 77)
+        fed.commit()
+    same_state(cache, loaded[0])
 
 
 def test_shares_out_of_range_are_refused() -> None:

@@ -44,11 +44,13 @@ class AnchorSpec(ClassedSpec):
     """Blocks with `anchors` exact tokens each; the others are multiples of any anchor before.
 
     The first class has coded residuals, the second none. Without `owns` the numbers of anchors and
-    the classes of tokens are those of another store.
+    the classes of tokens are those of another store. The first `lead` places of the first block
+    hold no token; they are in the last class as far as that has room.
     """
 
     anchors: int = 1
     owns: bool = True
+    lead: int = 0
     name = "anchored"
     codec = "veloxquant.quantizers.anchored:AnchorCodec"
 
@@ -57,3 +59,9 @@ class AnchorSpec(ClassedSpec):
         exact = tokens // self.size * self.anchors * dim * itemsize
         lent = 0 if self.owns else tokens * self.map_bits // 8
         return super().nbytes(tokens, dim, itemsize) - lent + exact
+
+    def vacant(self) -> tuple[int, ...]:
+        """First places of each class that hold no token in the first block."""
+        (slots, _), (others, _) = self.classes
+        last = min(self.lead, others)
+        return min(self.lead - last, slots), last

@@ -117,6 +117,10 @@ class ClassedSpec(CodecSpec):
         parts = (f"{n}/{self.size} at {spec.describe()}" for n, spec in self.classes if n)
         return ", ".join(parts)
 
+    def vacant(self) -> tuple[int, ...]:
+        """First places of each class that hold no token in the first block."""
+        return (0,) * len(self.classes)
+
 
 def _constant_nbytes(spec: CodecSpec, dim: int, itemsize: int) -> int:
     count = getattr(spec, "constant_nbytes", None)
