@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from veloxquant.config.files import set_aside
+from veloxquant.core.whole_files import write_file
 from veloxquant.supervisor.messages import Fault, LaunchSpec
 
 KEPT = 50
@@ -50,36 +52,18 @@ class _Content(msgspec.Struct):
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace a file so that it is never seen half-written; mode 0600.
+    """Replace a file so that it is never seen half-written, and outlives a crash of the machine.
+
+    Its mode is 0600.
 
     Raises:
         OSError: when it cannot be written; the old content is still there.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        fd = os.open(temporary, flags, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_file(path, data, mode=0o600)
     folder = os.open(path.parent, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.fsync(folder)
     os.close(folder)
-
-
-def set_aside(path: Path) -> Path:
-    """Rename an unreadable file to the first free `.corrupt-<n>`."""
-    n = 1
-    while (aside := path.with_name(f"{path.name}.corrupt-{n}")).exists():
-        n += 1
-    path.replace(aside)
-    return aside
 
 
 def boot_id() -> str:

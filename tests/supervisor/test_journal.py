@@ -1,4 +1,7 @@
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -113,10 +116,23 @@ def test_only_the_newest_records_are_kept(path):
 
 def test_failed_write_keeps_the_old_content(path):
     write_atomic(path, b"old")
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(FileExistsError):
         write_atomic(path / "not a folder", b"new")
     assert path.read_bytes() == b"old"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_a_killed_supervisor_left_half_written_goes_with_the_next_write(path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from veloxquant.supervisor.journal "
+        "import write_atomic; os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL); "
+        "write_atomic(Path(sys.argv[1]), b'half')"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code, str(path)], timeout=30)
+    assert done.returncode == -signal.SIGKILL
+    assert len(list(path.parent.iterdir())) == 1
+    write_atomic(path, b"new")
+    assert [(p.name, p.read_bytes()) for p in path.parent.iterdir()] == [(path.name, b"new")]
 
 
 def test_hash_names_a_specification():

@@ -1,31 +1,18 @@
 """Write small files so that no reader ever sees half of one; set unreadable ones aside."""
 
-import contextlib
-import os
-import tempfile
 from pathlib import Path
+
+from veloxquant.core.whole_files import write_file
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of `path`; on a failure the old content stays.
+    """Replace the content of `path`, for this user alone; on a failure the old content stays.
 
     Raises:
         OSError: when the folder cannot be made or written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        # through a link, so that a linked settings file stays a link
-        temporary.replace(path.resolve())
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    # through a link, so that a linked settings file stays a link
+    write_file(path.resolve(), text.encode(), mode=0o600)
 
 
 def set_aside(path: Path) -> Path:

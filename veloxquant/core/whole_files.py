@@ -19,10 +19,15 @@ _under_way: set[str] = set()
 """Names of the files that threads of this process write now."""
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file in one step, folders included; permissions follow the umask.
+def write_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file in one step, folders included; the umask narrows its permissions.
 
     What writers of the same file left behind when they were killed is removed.
+
+    Args:
+        path: the file.
+        data: all that it will hold.
+        mode: permissions of the file, whatever those of an older one were.
 
     Raises:
         OSError: when the folder cannot be made or written.
@@ -34,7 +39,7 @@ def write_file(path: Path, data: bytes) -> None:
         _under_way.add(beside.name)
     try:
         # open() honours the umask, which tempfile does not; "x" never follows what lies there
-        with beside.open("xb") as file:
+        with open(beside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
