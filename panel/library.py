@@ -15,6 +15,7 @@ import psutil
 from veloxquant.cache.table import TABLE
 from veloxquant.config.last_start import load_last, save_last
 from veloxquant.config.settings import SETTINGS, load_settings
+from veloxquant.config.small_models import options_by_method
 from veloxquant.panel import units
 from veloxquant.panel.ports import (
     Check,
@@ -137,7 +138,10 @@ class PlanningLibrary:
             return item
         try:
             shape = read_shape(model.path)
-            rows = fit_table(shape, shape.native_context, 1, room.nbytes)
+            rows = fit_table(
+                shape, shape.native_context, 1, room.nbytes,
+                options=options_by_method(model.params), answer=template.max_tokens,
+            )  # fmt: skip
         except (ShapeError, ValueError, OSError) as error:
             return replace(item, fits_note="sizes unknown", why_not=str(error))
         best = _longest(rows, template.method)
@@ -178,7 +182,8 @@ class PlanningLibrary:
                 "Pick another model: press 1.",
             ) from error  # fmt: skip
         room = self._room(own)
-        table = fit_table(shape, context, batch, room.nbytes, options=options)
+        answer = self.template().max_tokens
+        table = fit_table(shape, context, batch, room.nbytes, options=options, answer=answer)
         best = best_start(table)
         return FitReport(
             model=model,

@@ -9,6 +9,7 @@ from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 
+from veloxquant.config.small_models import options_by_method
 from veloxquant.panel import bindings, units
 from veloxquant.panel.ports import CommandFailed, FitItem, FitReport
 from veloxquant.panel.proposal import spec_for
@@ -57,6 +58,7 @@ class FitScreen(AreaScreen):
         self._width = 0
         self.show_planned = False
         self.options: dict[str, dict[str, Any]] = {}
+        self._typed: dict[str, dict[str, Any]] = {}
         self._model = ""
 
     def body(self) -> ComposeResult:
@@ -89,8 +91,9 @@ class FitScreen(AreaScreen):
             self.context = spec_for(model, template=self.panel.template).context
             self.report = None
             found = self.panel.proposal
+            self.options = options_by_method(model.params) | self._typed
             if found is not None and found.spec.model == model.path and found.spec.options:
-                self.options = {found.spec.method: found.spec.options}
+                self.options[found.spec.method] = found.spec.options
             self.load()
 
     def show(self, view: View, now: float) -> None:
@@ -240,7 +243,7 @@ class FitScreen(AreaScreen):
         facts = (
             ("kind", row.kind),
             ("weights", units.size(report.weights)),
-            ("kv", f"{units.size(row.kv)} for {report.batch} x {report.context:,} tokens"),
+            ("kv", f"at most {units.size(row.kv)} for {report.batch} x {report.context:,} tokens"),
             ("reading", f"{units.size(other)} more while the prompt is read, and the program"),
             ("peak", f"{units.size(row.peak)} of {units.size(report.room)}"),
             ("longest", f"{reach} tokens, limited by {clean(row.limit, 40) or 'nothing known'}"),
@@ -305,7 +308,8 @@ class FitScreen(AreaScreen):
 
         def take(text: str | None) -> None:
             if text is not None:
-                self.options = self.options | {method: library.parse_settings(method, text)}
+                self._typed[method] = library.parse_settings(method, text)
+                self.options = self.options | self._typed
                 self.load()
 
         about = f"name=value, with blanks between; a number alone is the bits\nnow: {legal}"

@@ -99,7 +99,7 @@ def test_settings_of_a_method_are_read_and_refused_in_words(models):
         assert raised.value.message
     good = next(item for item in library.models() if item.name == "good")
     sizes = [
-        next(row.kv for row in library.fit(good, 2048, 1, 0, given).rows if row.method == "kivi")
+        next(row.kv for row in library.fit(good, 8192, 1, 0, given).rows if row.method == "kivi")
         for given in ({}, {"kivi": options})
     ]
     assert sizes[1] > 1.3 * sizes[0]

@@ -151,6 +151,8 @@ COMMANDS: tuple[Command, ...] = (
     Command("fit", "what fits: memory and longest context, method by method", "fit:run", (
         _MODEL, _METHOD, _BITS, _SET, _CONTEXT,
         flag("--batch", type=positive, default=1, metavar="N", help="conversations at a time"),
+        flag("--answer", type=positive, metavar="N",
+             help="tokens of the context that are an answer (default: server.max_tokens)"),
         flag("--ram", type=size, metavar="SIZE", help="assume this much room, such as 12G"),
         flag("--all", action="store_true", help="show also the methods that are left out"),
     )),
@@ -184,6 +186,10 @@ COMMANDS: tuple[Command, ...] = (
         Command("path", "the settings file", "config:path"),
     ), default="ls"),
     Command("shutdown", "stop the server and the supervisor", "server:shutdown"),
+    Command("uninstall", "remove settings, state and fitted constants of this program",
+            "uninstall:run", (
+        flag("--models", action="store_true", help="remove also the models in its own folder"),
+    ), epilog="It asks nothing. What runs is stopped first. The Hugging Face cache stays always."),
     Command("completion", "print the line that turns on completion", "completion:run", (
         flag("shell", choices=("bash", "zsh", "fish"), help="your shell"),
     )),

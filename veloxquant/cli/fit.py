@@ -9,7 +9,9 @@ from veloxquant.cli.models import pick, room_now
 from veloxquant.cli.output import CliError, envelope, gib, result, table, talk, usage_error
 from veloxquant.cli.overrides import check_ready, parse_overrides
 from veloxquant.cli.setting_words import setting_words
-from veloxquant.planning.fit import FitRow, Sizer, best_start, fit_table
+from veloxquant.config.settings import load_settings
+from veloxquant.config.small_models import options_by_method
+from veloxquant.planning.fit import FitRow, Need, Sizer, best_start, fit_table
 from veloxquant.planning.method_settings import config_of, fields_of
 from veloxquant.planning.model_shape import ModelShape, ShapeError, read_shape
 from veloxquant.planning.models import LocalModel
@@ -37,7 +39,7 @@ def shape_of(model: LocalModel) -> ModelShape:
 
 def run(args: argparse.Namespace) -> int:
     """Print the method table for one model at one context, or one method in detail."""
-    options = _options(args)
+    chosen = _options(args)
     model = pick(args.model)
     shape, room = shape_of(model), room_now(args.ram)
     context = args.context or min(8192, shape.native_context)
@@ -45,14 +47,18 @@ def run(args: argparse.Namespace) -> int:
     beyond = ""
     if context > shape.native_context:
         beyond = f"{model.name} was made for {shape.native_context:,} tokens; asked {context:,}."
-    rows = fit_table(shape, context, args.batch, room.nbytes, methods=list(options),
-                     options=options)  # fmt: skip
+    options = options_by_method(model.params)
+    options |= {method: options.get(method, {}) | own for method, own in chosen.items()}
+    answer = args.answer or load_settings().value("server.max_tokens")
+    rows = fit_table(shape, context, args.batch, room.nbytes, methods=list(chosen),
+                     options=options, answer=answer)  # fmt: skip
     best = best_start(rows)
     if args.json:
         data = {
             "model": model.name,
             "context": context,
             "batch": args.batch,
+            "answer": min(answer, context),
             "room": asdict(room) | {"nbytes": room.nbytes},
             "weights_bytes": shape.resident_weights,
             "native_context": shape.native_context,
@@ -63,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         }
         result(envelope(data, [*warnings, beyond] if beyond else warnings))
     else:
-        result(f"{model.name}   context {context:,}   batch {args.batch}   {room.describe()}")
+        result(f"{model.name}   context {context:,}, an answer of {min(answer, context):,} in it"
+               f"   batch {args.batch}   {room.describe()}")  # fmt: skip
         result(f"weights {gib(shape.resident_weights)} in memory, native context "
                f"{shape.native_context:,}, {shape.n_compressed} of {shape.n_layers} layers "
                f"compressed\n")  # fmt: skip
@@ -71,7 +78,9 @@ def run(args: argparse.Namespace) -> int:
             result(_table(rows, None if args.method else best, options, shape, context, room))
         _left_out(rows, everything=args.all)
         if args.method and rows[0].bits is not None:
-            _detail(args.method, options[args.method], shape, context, args.batch)
+            own = options.get(args.method, {})
+            need = _sizer(args.method, own, shape, answer).need(context, args.batch)
+            _detail(args.method, own, need, context)
         for warning in warnings:
             talk(f"note: {warning}")
     if best is None:
@@ -91,18 +100,22 @@ def _options(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {args.method: options}
 
 
-def _detail(
-    method: str, options: dict[str, Any], shape: ModelShape, context: int, batch: int
-) -> None:
-    """Settings of one method and what its memory is made of."""
+def _sizer(method: str, options: dict[str, Any], shape: ModelShape, answer: int) -> Sizer:
     head_dim = next((layer.k_dim for layer, _ in shape.layers), 128)
-    need = Sizer(shape, config_of(method, options, head_dim)).need(context, batch)
+    return Sizer(shape, config_of(method, options, head_dim), answer)
+
+
+def _detail(method: str, options: dict[str, Any], need: Need, context: int) -> None:
+    """Settings of one method and what its memory is made of."""
     settings = {name: options.get(name, field.default) for name, field in fields_of(method).items()}
     told = ", ".join(f"{name}={value}" for name, value in settings.items())
     parts = [("program", need.program), ("weights", need.weights), ("kv", need.kv),
              ("other layers", need.native)]  # fmt: skip
     result(f"\nsettings  {told or 'none'}")
     result(f"in use    {' + '.join(f'{name} {gib(n)}' for name, n in parts if n)}")
+    if need.kv_end < need.kv:
+        result(f"kv        {gib(need.kv_end)} at exactly {context:,} tokens, before it up to "
+               f"{gib(need.kv)} while tokens wait for a whole block")  # fmt: skip
     result(f"peak      weights being read {gib(need.loading)}; prompt being read "
            f"{gib(need.prompt)}")  # fmt: skip
 
@@ -147,7 +160,10 @@ def _table(
         for row in rows
         if row.max_context is not None
     ]
-    legend = "bits: per value, exact tokens included; kv: exact bytes; in use and peak: estimates"
+    legend = (
+        "bits: per value, exact tokens included; kv: exact, the most on the way to this length; "
+        "in use and peak: estimates"
+    )
     text = table(head, body, right=(1, 2, 3, 4, 5, 6))
     star = "\n* proposed for this length; `vq up MODEL --method auto` starts it" if best else ""
     return f"{text}\n{legend}{star}"

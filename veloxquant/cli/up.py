@@ -14,7 +14,7 @@ from veloxquant.cli.overrides import check_ready, parse_overrides
 from veloxquant.cli.starting import summary, wait_until_ready
 from veloxquant.config.last_start import load_last, save_last
 from veloxquant.config.settings import Settings, load_settings
-from veloxquant.config.small_models import BITS, SMALL_BITS, options_for
+from veloxquant.config.small_models import BITS, SMALL_BITS, options_by_method, options_for
 from veloxquant.planning.fit import best_start, fit_row, fit_table
 from veloxquant.planning.method_settings import refusal
 from veloxquant.planning.model_shape import ModelShape
@@ -89,7 +89,13 @@ def _choose(args: argparse.Namespace, settings: Settings) -> Wanted:
     again = last.get("method") if args.model is None else None
     method = args.method or again or settings.value("server.method")
     if method == "auto":
-        found = best_start(fit_table(shape, context, 1, room_now(args.memory_limit).nbytes))
+        room = room_now(args.memory_limit).nbytes
+        found = best_start(
+            fit_table(
+                shape, context, 1, room, options=options_by_method(model.params),
+                answer=settings.value("server.max_tokens"),
+            )
+        )  # fmt: skip
         method = found.method if found else "turboquant_rvq"
         talk(f"method {method} (the first that fits)")
     options = parse_overrides(args.overrides, method, args.bits)
@@ -99,11 +105,8 @@ def _choose(args: argparse.Namespace, settings: Settings) -> Wanted:
     check_ready(method)
     gentle = options_for(method, model.params)
     if gentle and BITS not in options and method != again:
-        if args.method is None:
-            options = {**options, **gentle}
-            talk(f"{SMALL_BITS} bits, since a small model feels fewer; --bits 2 takes fewer")
-        else:
-            talk(f"warning: a model this small garbles answers at 2 bits; try --bits {SMALL_BITS}")
+        options = {**options, **gentle}
+        talk(f"{SMALL_BITS} bits, since a small model feels fewer; --bits 2 takes fewer")
     return Wanted(model, shape, method, options, context)
 
 
@@ -112,8 +115,9 @@ def _guard(wanted: Wanted, room: Room, settings: Settings, *, force: bool) -> No
     if settings.value("memory.guard") == "off":
         return
     row = fit_row(
-        wanted.shape, row_of(wanted.method), wanted.context, 1, room.nbytes, options=wanted.options
-    )
+        wanted.shape, row_of(wanted.method), wanted.context, 1, room.nbytes,
+        options=wanted.options, answer=settings.value("server.max_tokens"),
+    )  # fmt: skip
     if row.peak_bytes is None or row.peak_bytes <= room.nbytes:
         return
     message = (
@@ -124,7 +128,11 @@ def _guard(wanted: Wanted, room: Room, settings: Settings, *, force: bool) -> No
     if force:
         talk(f"warning: {message}")
         return
-    table = fit_table(wanted.shape, wanted.context, 1, room.nbytes)
+    table = fit_table(
+        wanted.shape, wanted.context, 1, room.nbytes,
+        options=options_by_method(wanted.model.params),
+        answer=settings.value("server.max_tokens"),
+    )  # fmt: skip
     ways = [f"--context {row.max_context}"] if row.max_context else []
     ways += [f"--method {best.method}"] if (best := best_start(table)) else []
     hint = f"Try {' or '.join(ways)}" if ways else "Choose a smaller model"

@@ -16,5 +16,10 @@ def is_small(params: int | None) -> bool:
 
 
 def options_for(method: str, params: int | None) -> dict[str, Any]:
-    """What to set of a method that was not chosen by hand, for a model of `params` parameters."""
+    """What to set of a method whose bits nobody chose, for a model of `params` parameters."""
     return {BITS: SMALL_BITS} if is_small(params) and method in READERS[BITS] else {}
+
+
+def options_by_method(params: int | None) -> dict[str, dict[str, Any]]:
+    """The same for every method that has such settings."""
+    return {method: options for method in READERS[BITS] if (options := options_for(method, params))}

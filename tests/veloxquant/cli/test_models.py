@@ -2,6 +2,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,6 +150,24 @@ def test_fit_of_one_method_takes_its_settings(run: Run, demo: Path) -> None:
     assert "bit_width_inlier=2" in out
     assert "turboquant_rvq" not in out
     assert "* proposed" not in out
+
+
+def test_fit_plans_an_answer_and_the_most_on_the_way(run: Run, demo: Path) -> None:
+    def row(*words: str) -> tuple[int, dict[str, Any]]:
+        out = run("fit", "Tiny-1B", "--ram", "8G", "--context", "4096", *words, "--json")[1]
+        data = json.loads(out)["data"]
+        return data["answer"], data["methods"][0]
+
+    answer, usual = row("--method", "snapkv")
+    assert (answer, usual["rows"]) == (512, 1024), "server.max_tokens"
+    answer, long = row("--method", "snapkv", "--answer", "2000")
+    assert (answer, long["rows"]) == (2000, 2512)
+    assert long["kv_bytes"] > usual["kv_bytes"]
+    kvquant = row("--method", "kvquant")[1]
+    assert kvquant["kv_end_bytes"] < kvquant["kv_bytes"]
+    words = ("fit", "Tiny-1B", "--ram", "8G", "--context", "4096", "--method")
+    assert "at exactly 4,096 tokens" in run(*words, "kvquant")[1]
+    assert "at exactly" not in run(*words, "vecinfer")[1]
 
 
 @pytest.mark.parametrize(

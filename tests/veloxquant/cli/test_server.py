@@ -67,7 +67,8 @@ def test_up_prints_the_base_url_and_remembers(run: Run, demo: Path, supervisor: 
     again = LaunchSpec(**dict(supervisor.calls[-2:])["start"]["spec"])
     assert (again.method, again.options) == ("kivi", options)
     assert run("up", "Tiny-1B", "--method", "kivi", "--detach")[0] == 0
-    assert "options" not in load_last(), "a method that is named comes with its defaults"
+    defaults = {"bit_width_inlier": 4}  # a small model's
+    assert load_last()["options"] == defaults, "a method that is named comes with its defaults"
 
 
 def test_up_detached_returns_at_once(run: Run, demo: Path, supervisor: Any) -> None:
@@ -90,8 +91,9 @@ def test_a_small_model_gets_more_bits_unless_somebody_chose(
     assert (chosen, "small model" in err) == ({"bit_width_inlier": 4}, True)
     assert options_of("Tiny-1B", "--bits", "2")[0] == {"bit_width_inlier": 2}
     chosen, err = options_of("Tiny-1B", "--method", "kivi")
-    assert (chosen, "try --bits 4" in err) == ({}, True)
-    assert options_of()[0] == {}, "the same again"
+    assert (chosen, "small model" in err) == ({"bit_width_inlier": 4}, True)
+    assert options_of("Tiny-1B", "--method", "kivi", "--bits", "2")[0] == {"bit_width_inlier": 2}
+    assert options_of()[0] == {"bit_width_inlier": 2}, "the same again"
 
 
 EXIT = {"usage": 2, "model_missing": 3, "does_not_fit": 4, "port_taken": 5, "unsupported": 7}

@@ -7,6 +7,7 @@ import pytest
 from veloxquant.cache.layouts.rotated import polar_plan, qjl_plan
 from veloxquant.cache.table import TABLE
 from veloxquant.cli.setting_words import setting_words
+from veloxquant.config.small_models import options_for
 from veloxquant.planning.method_settings import config_of
 
 Run = Callable[..., tuple[int, str, str]]
@@ -48,4 +49,4 @@ def test_every_row_of_fit_has_them(run: Run, demo: Path) -> None:
     for name, row in TABLE.items():
         if row.is_ready:
             [line] = [line for line in out.splitlines() if line.split()[:1] == [name]]
-            assert setting_words(name, {}) in line
+            assert setting_words(name, options_for(name, 4096)) in line, "as `vq up` starts it"
