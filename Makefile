@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# errors only: pip and setuptools warn of things that nobody who installs this could change
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip install -qq --disable-pip-version-check
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: run setup test test-full lint format bench demo-model clean
+.PHONY: run setup test test-full lint format bench demo-model clean uninstall
 
 run: setup
 	@$(BIN)/vq panel
@@ -15,9 +17,10 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml kernels/packed_attention.c kernels/packed_encode.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "VeloxQuant needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet -e . --group dev
+	@echo "Setting up $(VENV); the first time takes a few minutes."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade "pip>=25.1"
+	@$(PIP) -e . --group dev
 	@touch $(STAMP)
 
 demo-model: setup
@@ -46,5 +49,16 @@ bench: setup
 	$(BIN)/vq models demo --quiet
 	$(BIN)/python -P -m veloxquant.benchmarks $(ARGS)
 
+BUILT := $(VENV) build dist *.egg-info kernels/*.so
+CACHES := .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(BUILT)
+
+# asks nothing; `make uninstall MODELS=1` removes the models in our own folder too
+uninstall:
+	@if [ -x $(BIN)/vq ]; then $(BIN)/vq uninstall $(if $(filter-out 0 no,$(MODELS)),--models); \
+	  else echo "no $(BIN)/vq, so settings and state stay; \`make setup\` makes it"; fi
+	@for path in $(BUILT) $(CACHES); do \
+	  if [ -e "$$path" ]; then rm -rf "$$path" && echo "removed $$path" || exit 1; fi; done
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -194,10 +194,7 @@ def shutdown(args: argparse.Namespace) -> int:
     """Stop the server and the supervisor, and wait until both have ended."""
     if not is_running():
         return _no_server(args.json)
-    from veloxquant.supervisor.launch import has_left
-
-    pid = call("shutdown").get("pid")
-    phase = "stopped" if pid and has_left(pid, SHUTDOWN_SECONDS) else "stopping"
+    phase = shut_down()
     if args.json:
         result(envelope({"phase": phase}))
     elif phase == "stopped":
@@ -205,6 +202,18 @@ def shutdown(args: argparse.Namespace) -> int:
     else:
         result("stopping: the server has ended, the supervisor is about to")
     return exit_codes.OK
+
+
+def shut_down() -> str:
+    """Stop server and supervisor and wait for both; `stopping` when the latter still ends.
+
+    Raises:
+        CliError: when the supervisor refuses or cannot be reached.
+    """
+    from veloxquant.supervisor.launch import has_left
+
+    pid = call("shutdown").get("pid")
+    return "stopped" if pid and has_left(pid, SHUTDOWN_SECONDS) else "stopping"
 
 
 def logs(args: argparse.Namespace) -> int:
