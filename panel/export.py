@@ -9,6 +9,7 @@ from pathlib import Path
 from veloxquant.panel.report import without_paths
 from veloxquant.panel.state import LogLine
 from veloxquant.panel.widgets.clock import wall_clock
+from veloxquant.panel.widgets.layers import format_words
 from veloxquant.supervisor.messages import LayerRow
 
 
@@ -55,6 +56,8 @@ def export_layers(rows: Sequence[LayerRow]) -> Path:
     path = _target("layers", "csv")
     with _open(path) as out:
         writer = csv.writer(out)
-        writer.writerow(("layer", "kind", "format", "fp16_bytes", "resident_bytes", "rows"))
-        writer.writerows((r.index, r.kind, r.format, r.fp16, r.resident, r.rows) for r in rows)
+        writer.writerow(("layer", "kind", "format", "uncompressed_bytes", "resident_bytes", "rows"))
+        writer.writerows(
+            (r.index, r.kind, format_words(r), r.fp16, r.resident, r.rows) for r in rows
+        )
     return path

@@ -29,11 +29,12 @@ from veloxquant.panel.ports import (
 )
 from veloxquant.panel.text import clean, settings_words
 from veloxquant.planning import doctor
+from veloxquant.planning.baseline import baseline_note
 from veloxquant.planning.fit import FitRow, best_start, fit_table
 from veloxquant.planning.method_settings import SettingsError, fields_of, parse_setting, refusal
 from veloxquant.planning.model_shape import ModelShape, ShapeError, read_shape
 from veloxquant.planning.models import LocalModel, Scan, model_roots, scan_models
-from veloxquant.planning.room import Room, measure_room
+from veloxquant.planning.room import Room, measure_room, this_backend
 from veloxquant.supervisor.messages import LaunchSpec
 
 _ORIGINS = {"own": "this program's own folder", "hub": "Hugging Face cache (shared)",
@@ -296,8 +297,9 @@ def _facts(model: LocalModel, shape: ModelShape) -> tuple[tuple[str, str], ...]:
         facts.append(f"{layer.n_q_heads}/{layer.n_kv_heads} heads of {layer.k_dim}")
     if shape.n_compressed < shape.n_layers:
         facts.append(f"{shape.n_compressed} layers can be compressed")
-    token = units.size(shape.kv_bytes_per_token)
-    weights = f"{units.size(shape.resident_weights)} in memory, uncompressed kv {token} a token"
+    token = f"{units.size(shape.kv_bytes_per_token)} a token"
+    token += " in 32 bits" if shape.backend == "cpu" else ""
+    weights = f"{units.size(shape.resident_weights)} in memory, uncompressed kv {token}"
     template = "yes" if model.chat_template else "no"
     return (
         ("shape", ", ".join(facts)),
@@ -319,7 +321,7 @@ def _fit_item(row: FitRow) -> FitItem:
         max_context=row.max_context,
         fits=row.fits,
         known="kv exact, peak est." if row.kv_bytes is not None else "",
-        note=row.why or row.note,
+        note=row.why or row.note or baseline_note(row.method, this_backend()),
         blurb=known.blurb if known else "",
         limit=row.limit or "",
     )

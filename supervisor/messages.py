@@ -136,7 +136,10 @@ class PoolCells(msgspec.Struct, omit_defaults=True):
 
 
 class Stats(Message):
-    """Gauges, 4 times a second. `kv_claimed` sums `nbytes`, `kv_resident` is measured."""
+    """Gauges, 4 times a second. `kv_claimed` sums `nbytes`, `kv_resident` is measured.
+
+    `kv_fp16` is what uncompressed caches would hold, in 32 bits where the model computes in them.
+    """
 
     footprint: int = 0
     mlx_active: int = 0
@@ -193,7 +196,7 @@ class Request(Message):
 
 
 class LayerRow(msgspec.Struct, omit_defaults=True):
-    """Bytes of one layer over all running requests."""
+    """Bytes of one layer over all running requests; `fp16` if it were uncompressed, as above."""
 
     index: int
     kind: str

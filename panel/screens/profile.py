@@ -11,6 +11,7 @@ from veloxquant.panel.screens.area import AreaScreen
 from veloxquant.panel.state import View
 from veloxquant.panel.text import clean
 from veloxquant.panel.theme import GLYPHS
+from veloxquant.panel.widgets.layers import format_words
 from veloxquant.panel.widgets.table import Column, PickTable, Row
 from veloxquant.panel.widgets.words import Words
 from veloxquant.supervisor.messages import LayerRow, Profile
@@ -91,7 +92,7 @@ class ProfileScreen(AreaScreen):
             (
                 (str(row.index), ""),
                 (clean(row.kind, 10), "$muted"),
-                (clean(row.format, 16), ""),
+                (clean(format_words(row), 16), ""),
                 (f"{row.rows:,}" if row.rows else "-", "$muted"),
                 (units.short_size(row.fp16), "$muted"),
                 (units.short_size(row.resident), "bold"),

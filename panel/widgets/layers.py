@@ -10,11 +10,16 @@ from veloxquant.panel.widgets.pane import Pane
 from veloxquant.supervisor.messages import LayerRow
 
 
+def format_words(row: LayerRow) -> str:
+    """The form of a layer's rows; that of the baseline is the model's own, of whatever bits."""
+    return "uncompressed" if row.kind == "plain" else row.format
+
+
 def layer_line(row: LayerRow, cells: int, widest: int) -> Content:
     """`  0 4b/4b ████····  8.6 M of 32.0 M  3.7x` in `cells` columns."""
     ratio = f"{row.fp16 / row.resident:.1f}x" if row.resident else "-"
     tail = f" {units.short_size(row.resident):>7} of {units.short_size(row.fp16):>7} {ratio:>6}"
-    head = f"{row.index:>3} {pad(fit(row.format, 15), 15)} "
+    head = f"{row.index:>3} {pad(fit(format_words(row), 15), 15)} "
     room = max(4, cells - len(head) - len(tail))
     full = round(room * row.fp16 / widest) if widest else 0
     held = min(room, round(room * row.resident / widest)) if widest else 0

@@ -59,6 +59,17 @@ def test_a_table_has_real_methods_and_planned_ones(models):
     assert next(row.kv for row in twice.rows if row.method == "fp16") == 2 * rows["fp16"].kv
 
 
+@pytest.mark.parametrize(("backend", "says"), [("cpu", True), ("metal", False)])
+def test_where_uncompressed_rows_have_32_bits_that_is_said(models, monkeypatch, backend, says):
+    monkeypatch.setattr("veloxquant.planning.room.this_backend", lambda: backend)
+    monkeypatch.setattr("veloxquant.panel.library.this_backend", lambda: backend)
+    library = PlanningLibrary()
+    good = next(item for item in library.models() if item.name == "good")
+    told = [row.method for row in library.fit(good, 2048, 1).rows if "32 bits" in row.note]
+    assert told == (["fp16"] if says else [])
+    assert ("in 32 bits" in dict(good.facts)["weights"]) == says
+
+
 def test_a_broken_model_is_refused_in_words(models):
     library = PlanningLibrary()
     short = next(item for item in library.models() if item.name == "short")

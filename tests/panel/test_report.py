@@ -43,4 +43,4 @@ def test_exports_are_private_files(home):
     table = export_layers(fakes.PROFILE.layers)
     rows = list(csv.DictReader(table.read_text().splitlines()))
     assert len(rows) == 36
-    assert int(rows[3]["fp16_bytes"]) == 51 << 20
+    assert int(rows[3]["uncompressed_bytes"]) == 51 << 20

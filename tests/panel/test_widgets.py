@@ -11,10 +11,11 @@ from veloxquant.panel.theme import ANSI, BLOCKS, DARK, GLYPHS, PLAIN, glyphs, th
 from veloxquant.panel.widgets.chart import nice_top, sparkline
 from veloxquant.panel.widgets.chrome import state_words
 from veloxquant.panel.widgets.gauge import MemoryPane, bar, flow, memory_parts
+from veloxquant.panel.widgets.layers import layer_line
 from veloxquant.panel.widgets.line_log import LineLog
 from veloxquant.panel.widgets.pool_map import PoolPane, squeeze
 from veloxquant.panel.widgets.table import Column, PickTable, Row
-from veloxquant.supervisor.messages import State, Stats
+from veloxquant.supervisor.messages import LayerRow, State, Stats
 
 GIB = 1 << 30
 
@@ -110,6 +111,14 @@ def test_a_gap_above_15_percent_is_a_warning_in_words():
     lie = Stats(footprint=GIB, kv_claimed=100 << 20, kv_resident=500 << 20)
     assert "gap +10% ok" in memory_text(fine)
     assert "gap +400% WARNING" in memory_text(lie)
+
+
+def test_a_layer_of_the_baseline_is_not_given_a_width():
+    rows = [LayerRow(0, "plain", "fp16", 8, 8), LayerRow(1, "compressed", "kivi", 8, 2)]
+    told = [layer_line(row, 60, 8).plain for row in rows]
+    assert "uncompressed" in told[0]
+    assert "fp16" not in told[0]
+    assert "kivi" in told[1]
 
 
 def test_the_saving_is_named():

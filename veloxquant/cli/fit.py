@@ -11,6 +11,7 @@ from veloxquant.cli.overrides import check_ready, parse_overrides
 from veloxquant.cli.setting_words import setting_words
 from veloxquant.config.settings import load_settings
 from veloxquant.config.small_models import options_by_method
+from veloxquant.planning.baseline import baseline_note
 from veloxquant.planning.fit import FitRow, Need, Sizer, best_start, fit_table
 from veloxquant.planning.method_settings import config_of, fields_of
 from veloxquant.planning.model_shape import ModelShape, ShapeError, read_shape
@@ -155,7 +156,7 @@ def _table(
             else "beyond native"
             if context > shape.native_context and (row.peak_bytes or 0) <= room.nbytes
             else "no",
-            row.note,
+            row.note or baseline_note(row.method, shape.backend),
         ]
         for row in rows
         if row.max_context is not None

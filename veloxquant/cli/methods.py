@@ -15,7 +15,9 @@ from veloxquant.cli import exit_codes
 from veloxquant.cli.output import CliError, clean, result, table
 from veloxquant.config.kv_cache import BASELINE, EVICTION_STORAGE
 from veloxquant.config.settings import load_settings
+from veloxquant.planning.baseline import baseline_note
 from veloxquant.planning.method_settings import fields_of
+from veloxquant.planning.room import this_backend
 
 SCHEMA_VERSION = 1
 DEFAULT_METHOD = "turboquant_rvq"
@@ -98,6 +100,7 @@ def payload(*, servable_only: bool = False, family: str | None = None) -> dict[s
 
 def run(args: argparse.Namespace) -> int:
     """List the methods."""
+    backend = this_backend()
     default = load_settings().value("server.method")
     data = payload(servable_only=args.servable_only, family=args.family)
     if args.json:
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
             m["name"] + (" *" if m["name"] == default else ""),
             m["family"],
             "ready" if m["is_servable"] else "planned",
-            m["blurb"],
+            m["blurb"] + (f", {note}" if (note := baseline_note(m["name"], backend)) else ""),
         ]
         for m in data["methods"]
     ]

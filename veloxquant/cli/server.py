@@ -15,6 +15,7 @@ from veloxquant.config.settings import load_settings
 
 RUNNING = ("ready", "busy", "stopping")
 SHUTDOWN_SECONDS = 10.0
+_PLAIN = {"kv_fp16": "kv_uncompressed", "fp16": "uncompressed"}
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -59,9 +60,16 @@ def _status_data(found: dict[str, Any]) -> dict[str, Any]:
     if spec:
         spec["model"] = spec.get("name") or spec["model"].rpartition("/")[2]
     hidden = ("token_file", "history")
-    kept = {key: value for key, value in found.items() if key not in hidden}
+    kept = {key: _plainly(value) for key, value in found.items() if key not in hidden}
     state = found["state"] | {"spec": spec or None}
     return kept | {"state": state, "phase": state["phase"]}
+
+
+def _plainly(data: Any) -> Any:
+    """Data for JSON with the bytes of uncompressed caches named so: not all have 16 bits."""
+    if isinstance(data, dict):
+        return {_PLAIN.get(key, key): _plainly(value) for key, value in data.items()}
+    return [_plainly(item) for item in data] if isinstance(data, list) else data
 
 
 def sentence(state: dict[str, Any], base_url: str | None = None) -> str:
@@ -147,7 +155,7 @@ async def _stream(as_json: bool) -> None:
                         continue
                     data = msgspec.to_builtins(body)
                     if as_json:
-                        result(envelope(data))
+                        result(envelope(_plainly(data)))
                     elif isinstance(body, State):
                         result(sentence(data))
                     elif isinstance(body, Stats):

@@ -105,6 +105,18 @@ def test_list_by_fit_puts_what_fits_longest_first(
     assert "too big here" in run("models", "ls")[1]
 
 
+@pytest.mark.parametrize(("backend", "says"), [("cpu", True), ("metal", False)])
+def test_fit_and_methods_say_that_uncompressed_rows_have_32_bits_here(
+    run: Run, demo: Path, monkeypatch: pytest.MonkeyPatch, backend: str, says: bool
+) -> None:
+    monkeypatch.setattr("veloxquant.planning.room.this_backend", lambda: backend)
+    monkeypatch.setattr("veloxquant.cli.methods.this_backend", lambda: backend)
+    for words in (("fit", "Tiny-1B", "--ram", "8G"), ("methods",)):
+        lines = run(*words)[1].splitlines()
+        told = [line.split()[0] for line in lines if "held in 32 bits on this machine" in line]
+        assert told == (["fp16"] if says else [])
+
+
 def test_fit_that_cannot_is_code_4(run: Run, demo: Path) -> None:
     code, _, err = run("fit", "Tiny-1B", "--ram", "100M")
     assert (code, "too large" in err) == (exit_codes.DOES_NOT_FIT, True)

@@ -15,7 +15,9 @@ from veloxquant.supervisor.history import History
 from veloxquant.supervisor.messages import (
     Event,
     LaunchSpec,
+    LayerRow,
     Log,
+    Profile,
     Progress,
     Snapshot,
     StageReport,
@@ -201,6 +203,19 @@ def test_up_and_status_say_whether_a_calibration_is_used(
     assert json.loads(run("up", "Tiny-1B", "--json")[1])["data"]["calibration"] == told
     supervisor.state("ready")
     assert "calibration" not in run("status")[1] + run("up", "Tiny-1B")[2]
+
+
+def test_json_does_not_call_uncompressed_bytes_those_of_16_bits(run: Run, supervisor: Any) -> None:
+    supervisor.answers["status"]["stats"] = plain(Stats(kv_fp16=7))
+    supervisor.events = [
+        Snapshot("e", 1, State("busy"), Stats(kv_fp16=7)),
+        event(2, Profile([LayerRow(0, "plain", "fp16", 7, 7)])),
+    ]
+    told, watched = run("status", "--json")[1], run("status", "--watch", "--json")[1]
+    assert json.loads(told)["data"]["stats"]["kv_uncompressed"] == 7
+    assert '"kv_uncompressed": 7' in watched
+    assert '"uncompressed": 7' in watched
+    assert "kv_fp16" not in told + watched
 
 
 def test_status_of_an_idle_server_tells_what_its_requests_held(run: Run, supervisor: Any) -> None:
