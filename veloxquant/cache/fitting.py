@@ -15,8 +15,32 @@ from veloxquant.cache.store import Store
 from veloxquant.core.exceptions import CacheStateError
 
 STATE_VERSION = 1
+OWN_FILES = (
+    "caches of veloxquant are kept with veloxquant.cache.persist: save_caches(path, caches, "
+    "config) and load_caches(path, plan, config)"
+)
 ROW_TYPES = ("float16", "bfloat16", "float32")
 RowShape = tuple[int, int, int, int]
+
+
+class Version:
+    """The version of a live state.
+
+    It is no number, so that mlx-lm's `save_prompt_cache` refuses to write it, with `OWN_FILES` in
+    its message: its loader finds mlx-lm's own classes only, and the conversation would be lost.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        """Whether a state of that version is read here."""
+        return isinstance(other, Version) or other == STATE_VERSION
+
+    def __hash__(self) -> int:
+        """As the number."""
+        return hash(STATE_VERSION)
+
+    def __repr__(self) -> str:
+        """What to do instead of saving it."""
+        return OWN_FILES
 
 
 class Fitted(Protocol):

@@ -11,14 +11,20 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NoReturn
 
 import mlx.core as mx
 
 from veloxquant.cache.attend import Fresh, Mask, Run, attend, decode_range
 from veloxquant.cache.batch import RowBatch
 from veloxquant.cache.by_config import ByConfig
-from veloxquant.cache.fitting import STATE_VERSION, fitting_state, shape_of_rows
+from veloxquant.cache.fitting import (
+    OWN_FILES,
+    STATE_VERSION,
+    Version,
+    fitting_state,
+    shape_of_rows,
+)
 from veloxquant.cache.store import Store
 from veloxquant.cache.view import AttentionCall, CacheView
 from veloxquant.core.exceptions import CacheStateError
@@ -299,7 +305,7 @@ class LayerCache(metaclass=ByConfig):
         """Packed arrays and counters; committing first. A tree of arrays, numbers and text."""
         self.commit()
         self._unevaluated = []
-        return self._state([s.live for s in self.layout()])
+        return [Version(), *self._state([s.live for s in self.layout()])[1:]]
 
     def compact_state(self) -> list[Any]:
         """As `state`, with buffers cut to the tokens held: what goes into a file."""
@@ -325,6 +331,19 @@ class LayerCache(metaclass=ByConfig):
             store.adopt(held)
         self.restore_extra(fits.extra)
         self._unevaluated = list(self.arrays())
+
+    @classmethod
+    def from_state(cls, state: Any, meta_state: Any = None) -> NoReturn:
+        """Refused: a state is given to a cache that was built with the same settings.
+
+        Raises:
+            CacheStateError: always, with what to do instead.
+        """
+        del state, meta_state
+        raise CacheStateError(
+            f"a state does not tell the settings of its {cls.__name__}; build the cache and assign "
+            f"`cache.state = state`; {OWN_FILES}"
+        )
 
     def fits_plan(self, offset: int, held: list[int]) -> bool:
         """Whether stores of these lengths, in the order of `layout`, may hold `offset` tokens."""

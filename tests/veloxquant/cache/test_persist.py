@@ -361,3 +361,23 @@ def test_saving_does_not_disturb_and_can_be_repeated(saved: Saved) -> None:
     save_caches(saved.file, saved.caches, KIVI)
     assert leaves([c.offset for c in other]) == [40, 40]
     assert go_on(saved.model, saved.caches, 5, 6) == go_on(saved.model, other, 5, 6)
+
+
+@pytest.mark.parametrize("method", ["kivi", "snapkv", "xkv"])
+def test_files_that_nobody_could_load_are_not_written(tmp_path: Path, method: str) -> None:
+    from mlx_lm.models.cache import save_prompt_cache
+
+    model, config = tiny("llama"), small_config(row_of(method))
+    plan = plan_model(model, config)
+    caches = new_caches(plan, config)
+    feed(model, prompt(20), caches)
+    path = tmp_path / "prompt.safetensors"
+    with pytest.raises(ValueError, match="save_caches"):
+        save_prompt_cache(str(path), caches)
+    assert not path.exists()
+    with pytest.raises(CacheStateError, match="load_caches"):
+        type(caches[0]).from_state(caches[0].state)
+    twins = new_caches(plan, config)
+    for twin, cache in zip(twins, caches, strict=True):
+        twin.state = cache.state
+    assert [twin.offset for twin in twins] == [20] * len(caches)
