@@ -18,6 +18,7 @@ def audit(serving: Serving, batch: Batch, meter: Meter) -> dict[str, int]:
         them, without what fresh caches hold in common with them. `resident`: growth of MLX's
         active memory since before the first request. Also `weights`, `mlx_active`, `footprint`.
     """
+    batch.synchronize()  # first of all: it may bring tokens into their stores
     lists = batch.cache_lists()
     shared = {id(array) for array in arrays_in(serving.plan.new())}
     found = [array for array in arrays_in(lists) if id(array) not in shared]
@@ -26,7 +27,6 @@ def audit(serving: Serving, batch: Batch, meter: Meter) -> dict[str, int]:
     walked = bytes_of(found)
     del found
     gc.collect()
-    batch.synchronize()
     mx.synchronize()
     active = mx.get_active_memory()
     return {

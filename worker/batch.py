@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 
+from veloxquant.memory.walker import arrays_in
 from veloxquant.worker.caches import rows_held
 from veloxquant.worker.jobs import Job
 from veloxquant.worker.sampling import make_processors, make_sampler
@@ -79,6 +80,7 @@ class Batch:
                 prefill_batch_size=self._prompts,
                 prefill_step_size=prefill_step,
             )
+        self._parted = True
         # it would copy the caches of every finished row; nobody reads the copies
         decoding: Any = self._generator._generation_batch
         decoding.extract_cache = lambda _: []
@@ -98,6 +100,7 @@ class Batch:
     def remove(self, uid: int) -> None:
         """Drop a row and what it holds."""
         self._generator.remove([uid])
+        self._parted = False
 
     def chunk(self) -> int:
         """Most tokens that the next step reads of each prompt."""
@@ -119,6 +122,7 @@ class Batch:
             b - a for a, b in zip(before, _work(counters), strict=True)
         )
         generator._generation_batch._current_logprobs = []  # in `tokens` now, and gone with them
+        self._parted = not any(r.finish_reason for r in tokens)
         return Step(
             [Fed(r.uid, r.progress[0], r.end_of_prompt) for r in prompts],
             [Token(r.uid, r.token, r.logprobs, r.finish_reason) for r in tokens],
@@ -145,13 +149,33 @@ class Batch:
         return out
 
     def transient_bytes(self) -> int:
-        """Bytes of log probabilities under way, which are not cache."""
-        rows = self._generator._generation_batch
-        return sum(row.nbytes for row in rows._next_logprobs)
+        """Bytes of log probabilities, token ids and sampling under way, which are not cache."""
+        prompts, rows = self._generator._prompt_batch, self._generator._generation_batch
+        held = [
+            rows._next_logprobs, rows._current_tokens, rows._next_tokens, rows._token_context,
+            *((batch.samplers, batch.logits_processors) for batch in (prompts, rows)),
+            *(sequence[5:7] for sequence in self._generator._unprocessed_sequences),
+        ]  # fmt: skip
+        return sum(array.nbytes for array in arrays_in(held))
 
     def synchronize(self) -> None:
-        """Wait for the step that runs ahead."""
+        """Wait for the step that runs ahead, and part the rows that stay from those that went.
+
+        Rows of one step share buffers: until the next step one that stays would keep what the
+        others had there, which nobody counts.
+        """
+        if not self._parted:
+            self._part()
+            self._parted = True
         mx.synchronize(self._generator.stream)
+
+    def _part(self) -> None:
+        rows = self._generator._generation_batch
+        with mx.stream(self._generator.stream):
+            # added to, not copied: a copy of a slice may stay in the slice's buffer
+            own = [mx.add(row, 0) for row in rows._next_logprobs]
+            mx.eval(own, [cache.state for cache in rows.prompt_cache])
+        rows._next_logprobs = own
 
 
 def _work(counters: Any) -> tuple[int, float, int, float]:

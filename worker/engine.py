@@ -334,6 +334,8 @@ class Engine(threading.Thread):
             largest = max(self._rows.values(), key=lambda job: job.held_tokens)
             logger.error("Over the memory limit: request %s ends", largest.id)
             self._end(largest, Delta(failure=_OUT_OF_MEMORY))
+            self._batch.synchronize()
+            reading = self._meter.read()  # of what is left, as the claims will be
         return reading
 
 

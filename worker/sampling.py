@@ -67,6 +67,17 @@ class _SeededSampler:
         )
 
 
+class _Bias:
+    """An object, not a closure, so that the arrays it holds can be found and counted."""
+
+    def __init__(self, bias: list[tuple[int, float]]) -> None:
+        self._indices = mx.array([token for token, _ in bias])
+        self._values = mx.array([value for _, value in bias])
+
+    def __call__(self, _: mx.array, logits: mx.array) -> mx.array:
+        return logits.at[:, self._indices].add(self._values.astype(logits.dtype))
+
+
 def make_processors(sampling: Sampling, prompt_tokens: int, vocab: int) -> list[Processor]:
     """Functions (tokens, logits) -> logits, in the order bias, repetition, presence, frequency.
 
@@ -76,13 +87,7 @@ def make_processors(sampling: Sampling, prompt_tokens: int, vocab: int) -> list[
     out: list[Processor] = []
     bias = [(token, value) for token, value in sampling.logit_bias if token < vocab]
     if bias:
-        indices = mx.array([token for token, _ in bias])
-        values = mx.array([value for _, value in bias])
-
-        def add_bias(_: mx.array, logits: mx.array) -> mx.array:
-            return logits.at[:, indices].add(values.astype(logits.dtype))
-
-        out.append(add_bias)
+        out.append(_Bias(bias))
     if sampling.repetition_penalty != 1.0:
         out.append(
             make_repetition_penalty(sampling.repetition_penalty, sampling.repetition_context)

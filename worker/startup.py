@@ -94,7 +94,7 @@ def prepare(
                 f"The weights take {need:,} bytes; {max(room, 0):,} are free below the limit of "
                 f"{meter.limit:,}.",
             )
-        meter.bound_buffer_cache()
+        meter.bound_buffer_cache(on_cpu=on_cpu)
         loaded = load.load(gated, as_float32=on_cpu, report=progress)
         mx.clear_cache()  # the narrow arrays of the file
     warnings = []

@@ -175,7 +175,8 @@ def test_claimed_walked_and_measured_bytes_agree(make_bench: Callable[..., Any])
         for one in asked:
             one.next()
         counts = bench.engine.audit().result(10)
-        slack = 0.05 * counts["claimed"] + (64 << 10)
+        share, more = (0.001, 1 << 10) if mx.default_device() == mx.cpu else (0.05, 64 << 10)
+        slack = share * counts["claimed"] + more
         assert counts["claimed"] > 50_000, method
         assert abs(counts["walked"] - counts["claimed"]) <= slack, (method, counts)
         assert abs(counts["resident"] - counts["claimed"]) <= slack, (method, counts)

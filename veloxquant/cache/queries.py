@@ -7,6 +7,9 @@ import mlx.core as mx
 
 from veloxquant.core.exceptions import CacheStateError
 
+_LEFT_IN_PLACE = 16 << 10
+"""`mx.contiguous` leaves a slice in a buffer that is larger than the slice by at most this."""
+
 
 class QueryRing:
     """Up to `size` of the newest queries, (B, Hq, m, D) in time order; None for all of them."""
@@ -37,8 +40,13 @@ class QueryRing:
         self.hold(ring)
 
     def hold(self, queries: mx.array) -> None:
-        """Hold exactly these; a slice would keep all queries of its chunk alive."""
-        self.queries = mx.contiguous(queries) if queries.shape[2] else None
+        """Hold exactly these; a slice would keep all queries of its chunk or batch alive."""
+        if not queries.shape[2]:
+            self.queries = None
+        elif queries.nbytes <= _LEFT_IN_PLACE:
+            self.queries = mx.concatenate([queries[..., :1], queries[..., 1:]], axis=-1)
+        else:
+            self.queries = mx.contiguous(queries)
 
     def rewind(self, n: int) -> None:
         """Forget the newest `n`."""
