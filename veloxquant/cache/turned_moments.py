@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from veloxquant.cache.rope import shift_positions, turned_back
+from veloxquant.quantizers.few_rows import different_rows, unseen_share
 from veloxquant.quantizers.transform import Moments
 
 CONTEXT = 8_192
@@ -32,6 +33,7 @@ class TurnedMoments:
     def __call__(self, x: mx.array) -> Moments:
         """Moments of keys like (B, H, n, D) at these positions."""
         rows = turned_back(self.rope, x.astype(mx.float32), self.first, self.positions)
+        unseen = unseen_share(different_rows(rows), *rows.shape[2:])
         still = np.array(rows, dtype=np.float64)
         mean = still.mean(axis=2, keepdims=True)
         away = still - mean
@@ -44,7 +46,7 @@ class TurnedMoments:
         centre = places.mean(axis=2, keepdims=True)
         places = places - centre
         drift = places.swapaxes(-1, -2) @ places
-        return Moments(centre, (total + drift) / PLACES, None)
+        return Moments(centre, (total + drift) / PLACES, None, unseen)
 
     def _turns(self, dim: int) -> list[np.ndarray]:
         """Rotations (D, D) of row vectors to positions all over the context."""

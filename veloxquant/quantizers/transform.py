@@ -20,6 +20,7 @@ from veloxquant.dsa.mlx_pack import pack
 from veloxquant.kernels.native import AFFINE_TOKEN, MAX_DIM, PLAIN, NativeRun
 from veloxquant.math.shrinkage import future_variances
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
+from veloxquant.quantizers.few_rows import different_rows, expected_spread, unseen_share
 from veloxquant.quantizers.specs.coded import PROJECTED, TransformSpec
 
 STEPS = (0.0, 1.596, 0.996, 0.586, 0.335, 0.188, 0.1041, 0.0569, 0.0308)
@@ -32,20 +33,23 @@ class Moments(NamedTuple):
     """Mean (B, H, 1, D) and covariance (B, H, D, D) in fp64.
 
     `rows` is the size of the sample that they are those of, None when they stand for all rows.
+    `unseen` (B, H) says how much of the directions the sample leaves open, None for nothing.
     """
 
     mean: np.ndarray
     covariance: np.ndarray
     rows: int | None
+    unseen: np.ndarray | None = None
 
 
 def sample_moments(x: mx.array) -> Moments:
     """The moments of (B, H, n, D) itself."""
+    unseen = unseen_share(different_rows(x), *x.shape[2:])
     rows = np.array(x.astype(mx.float32), dtype=np.float64)
     mean = rows.mean(axis=2, keepdims=True)
     centred = rows - mean
     covariance = centred.swapaxes(-1, -2) @ centred / rows.shape[2]
-    return Moments(mean, covariance, rows.shape[2])
+    return Moments(mean, covariance, rows.shape[2], unseen)
 
 
 class TransformCodec(Shared):
@@ -75,23 +79,30 @@ class TransformCodec(Shared):
         """Basis, grids and layout from (B, H, fit_tokens, D); waits for the rows once."""
         # A row of a broken step must not take the basis of all others with it.
         x = mx.where(mx.isfinite(x), x, mx.zeros((), x.dtype))
-        mean, covariance, rows = self.moments(x)
+        mean, covariance, rows, unseen = self.moments(x)
+        few = np.zeros(covariance.shape[:2], bool) if unseen is None else unseen > 0
+        if unseen is not None and few.any():
+            spread = unseen[..., None] * expected_spread(mean, covariance)
+            covariance = covariance + spread[..., None] * np.eye(self.dim)
         variances, vectors = _eigen(covariance)
         if rows is not None:
-            variances = future_variances(variances, rows - 1)
+            variances = np.where(few[..., None], variances, future_variances(variances, rows - 1))
         bits = dp_allocate_bits(variances, self.spec.budget, self.spec.choices, self.spec.beta)
         bits = bits[..., : self.kept]
         step = np.asarray(STEPS)[bits] * np.sqrt(variances[..., : self.kept])
-        basis = mx.array(vectors[..., : self.kept].copy())
-        basis = basis.astype(x.dtype)
-        half = mx.array((((1 << bits) - 1) / 2 * step)[..., None, :].astype(np.float32))
-        centre = mx.array(mean.astype(np.float32))
-        origin = centre - half @ basis.astype(mx.float32).swapaxes(-1, -2)
+        step = mx.array(step[..., None, :].astype(np.float32))
+        basis = mx.array(vectors[..., : self.kept].copy()).astype(x.dtype)
+        # The mean lies between two levels; where it may be every first row, it shall be on one.
+        top = ((1 << bits) - 1) / 2
+        level = np.where(few[..., None], np.floor(top), top)
+        level, aside = (mx.array(a[..., None, :].astype(np.float32)) for a in (level, top - level))
+        across = basis.astype(mx.float32).swapaxes(-1, -2)
+        mean = mx.array(mean.astype(np.float32))
         return {
             "basis": basis,
-            "mean": centre,
-            "origin": origin,
-            "step": mx.array(step[..., None, :].astype(np.float32)),
+            "mean": mean + (aside * step) @ across,
+            "origin": mean - (level * step) @ across,
+            "step": step,
             "bits": mx.array(bits[..., None, :].astype(np.uint8)),
             "lane": mx.array(self._layout(bits)[..., None, :]),
         }
