@@ -15,6 +15,7 @@ import mlx.core as mx
 from veloxquant.dsa.mlx_pack import pack
 from veloxquant.kernels.native import PLAIN, SPARSE, VECTOR, Basis, NativeRun
 from veloxquant.quantizers.base import NativeParts, Packed, Shared, TokenAxis, saturated
+from veloxquant.quantizers.few_rows import with_unlike_rows
 from veloxquant.quantizers.fitted import for_batch
 from veloxquant.quantizers.levels import book_of, codes_of, lloyd_levels, looked_up, nearest
 from veloxquant.quantizers.run_bases import Constant, Groups, Piece, Scaled
@@ -227,9 +228,13 @@ class NuqChannelCodec(_NuqCodec):
 
     def fit(self, x: mx.array) -> Packed:
         """The table for rows (B, H, n, D), fitted to what `seen` makes of them."""
-        if self.given or self.seen is None:
+        if self.given:
             return super().fit(x)
-        return self._learn(self.seen(x).astype(mx.float32)[:, :, None], x.dtype)
+        rows = x.astype(mx.float32)
+        rows = with_unlike_rows(mx.where(mx.isfinite(rows), rows, 0.0))
+        if self.seen is not None:
+            rows = self.seen(rows).astype(mx.float32)
+        return self._learn(rows[:, :, None], x.dtype)
 
     def _learn(self, x: mx.array, dtype: mx.Dtype) -> Packed:
         x, middle = self._tame(x)

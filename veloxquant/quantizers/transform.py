@@ -20,7 +20,7 @@ from veloxquant.dsa.mlx_pack import pack
 from veloxquant.kernels.native import AFFINE_TOKEN, MAX_DIM, PLAIN, NativeRun
 from veloxquant.math.shrinkage import future_variances
 from veloxquant.quantizers.base import Packed, Shared, TokenAxis
-from veloxquant.quantizers.few_rows import different_rows, expected_spread, unseen_share
+from veloxquant.quantizers.few_rows import common_square, different_rows, unseen_share
 from veloxquant.quantizers.specs.coded import PROJECTED, TransformSpec
 
 STEPS = (0.0, 1.596, 0.996, 0.586, 0.335, 0.188, 0.1041, 0.0569, 0.0308)
@@ -82,7 +82,9 @@ class TransformCodec(Shared):
         mean, covariance, rows, unseen = self.moments(x)
         few = np.zeros(covariance.shape[:2], bool) if unseen is None else unseen > 0
         if unseen is not None and few.any():
-            spread = unseen[..., None] * expected_spread(mean, covariance)
+            # A new row is about as long as the known ones, and lies anywhere.
+            square = np.square(mean[:, :, 0]) + np.einsum("...ii->...i", covariance)
+            spread = unseen[..., None] * (square + common_square(square))
             covariance = covariance + spread[..., None] * np.eye(self.dim)
         variances, vectors = _eigen(covariance)
         if rows is not None:

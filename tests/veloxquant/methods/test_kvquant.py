@@ -201,15 +201,40 @@ def late_loss(tokens: Tokens, *, known: bool) -> float:
     return float((mx.square(got - true).sum() / mx.square(true).sum()).item())
 
 
-def test_first_tokens_that_are_alike_do_not_spoil_the_later_ones() -> None:
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("rounded", [mx.float32, mx.bfloat16], ids=str)
+def test_first_tokens_that_are_alike_do_not_spoil_the_later_ones(
+    known: bool, rounded: mx.Dtype
+) -> None:
     """A prompt that begins with blanks or padding says little about ranges."""
+    tokens, place = random_tokens(300, seed=22), mx.arange(300)
+    usual = late_loss(tokens._replace(keys=nn.RoPE(64)(tokens.keys)), known=known)
+    for words in (1, 2, 8):
+        keys = mx.take(tokens.keys, mx.where(place < 100, 5 + place % words, place), axis=2)
+        keys = nn.RoPE(64)(keys).astype(rounded).astype(mx.float32)
+        assert late_loss(tokens._replace(keys=keys), known=known) < 2 * usual
+    keys = nn.RoPE(64)(mx.where(place[:, None] < 100, 0.0, tokens.keys))
+    assert late_loss(tokens._replace(keys=keys), known=known) < 2 * usual
+
+
+def test_first_tokens_that_are_nearly_alike_do_not_spoil_the_later_ones() -> None:
     tokens, place = random_tokens(300, seed=22), mx.arange(300)[:, None]
     usual = late_loss(tokens._replace(keys=nn.RoPE(64)(tokens.keys)), known=True)
-    one = tokens.keys[:, :, 5:6]
     noise = 0.01 * mx.random.normal(tokens.keys.shape, key=mx.random.key(23))
-    for first, most in ((one, 8.0), (one * (1 + noise), 8.0), (mx.zeros_like(one), 2.0)):
-        keys = nn.RoPE(64)(mx.where(place < 100, first, tokens.keys))
-        assert late_loss(tokens._replace(keys=keys), known=True) < most * usual
+    keys = nn.RoPE(64)(mx.where(place < 100, tokens.keys[:, :, 5:6] * (1 + noise), tokens.keys))
+    assert late_loss(tokens._replace(keys=keys), known=True) < 8 * usual
+
+
+def test_what_repeats_in_one_row_of_a_batch_leaves_the_others_alone() -> None:
+    both = random_tokens(200, seed=26, batch=2)
+    keys = mx.where(mx.arange(2)[:, None, None, None] == 0, both.keys[:, :, 5:6], both.keys)
+    both = both._replace(keys=keys)
+    caches = []
+    for tokens in (both, both.row(1)):
+        caches.append(cache_of(tokens))
+        feed(caches[-1], tokens)
+        caches[-1].commit()
+    assert same(held_rows(caches[0])[0][1:], held_rows(caches[1])[0])
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -5,7 +5,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from veloxquant.quantizers.few_rows import different_rows, expected_spread, unseen_share
+from veloxquant.quantizers.few_rows import (
+    common_square,
+    different_rows,
+    unseen_share,
+    with_unlike_rows,
+)
 
 
 def rows(seed: int = 0, dim: int = 64) -> mx.array:
@@ -46,8 +51,20 @@ def test_what_a_sample_leaves_open() -> None:
 
 
 def test_one_row_tells_how_long_the_others_are() -> None:
-    x = np.asarray(rows(2))[0, 0]
-    spread = expected_spread(x[:1], np.zeros((64, 64)))
-    true = np.square(x[1:] - x[0]).mean(axis=0)
-    assert spread.sum() == pytest.approx(true.sum(), rel=0.3)
-    assert expected_spread(np.zeros((1, 4)), np.zeros((4, 4))).tolist() == [1.0] * 4
+    x = np.asarray(rows(2))[0, :, :1]
+    assert common_square(np.square(x[:, 0])) == pytest.approx(1, rel=0.4)
+    assert common_square(np.zeros((2, 4))).tolist() == [[1.0], [1.0]]
+
+
+def test_rows_are_drawn_only_where_few_are_different() -> None:
+    x = rows(3)
+    nearly = x[:, :, :1] * (1 + 1e-3 * x)
+    few = mx.where(mx.arange(3)[:, None, None] == 1, nearly, x)
+    out = with_unlike_rows(few)
+    assert mx.array_equal(out[:, ::2], x[:, ::2]).item()
+    drawn = np.asarray(out[0, 1])
+    assert (drawn != np.asarray(few[0, 1])).any(axis=-1).mean() == 0.75
+    assert np.square(drawn).mean() == pytest.approx(1.5, rel=0.5)
+    assert with_unlike_rows(x) is x
+    equal = mx.broadcast_to(x[:, :, :1], x.shape)
+    assert mx.array_equal(with_unlike_rows(equal), equal).item()
