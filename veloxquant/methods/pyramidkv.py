@@ -10,11 +10,11 @@ schedule for prompts that the first layers would keep whole: those keep all, the
 Without true queries the score is KeyDiff's (arXiv 2504.15364) and the cache says `proxy`.
 """
 
-from veloxquant.allocators.layer_budgets import pyramid_budgets
 from veloxquant.cache.context import LayerContext
 from veloxquant.cache.evicting import Policy
 from veloxquant.cache.layer_budget import LayerBudgetCache
 from veloxquant.cache.layouts.eviction_prompt import PROMPT_WINDOW
+from veloxquant.cache.layouts.in_model import pyramid_rows
 from veloxquant.cache.scorers import WindowAttention
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import LayerShape
@@ -43,11 +43,5 @@ def build(config: KVCacheConfig, shape: LayerShape, context: LayerContext) -> Py
     """The cache of one layer, with its place's share of the rows."""
     budget = config.pyramid_resolved_budget
     if budget is None:
-        budget = pyramid_budgets(
-            context.n_layers,
-            config.pyramid_budget,
-            config.pyramid_n_sink,
-            config.pyramid_beta,
-            PROMPT_WINDOW,
-        )[context.layer]
+        budget = pyramid_rows(config, context.n_layers)[context.layer]
     return PyramidKVCache(config, shape, budget)

@@ -9,10 +9,9 @@ prompt once keep whole.
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Literal
 
-from veloxquant.cache.layouts.latent import GROUPS, Shares, mean_held, shares_of
+from veloxquant.cache.layouts.in_model import size_in_model
 from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.cache.table import TABLE, MethodRow, row_of
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
@@ -103,14 +102,6 @@ class FitRow:
         return asdict(self)
 
 
-def _mean_held(
-    shares: Shares, config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0
-) -> Held:
-    """What a layer holds on average where layers share."""
-    del config, decoded
-    return mean_held(shares, shape, tokens)
-
-
 class Sizer:
     """Bytes of one method and model at any length.
 
@@ -132,10 +123,8 @@ class Sizer:
         if self.row.held is None:
             self.row.load()
             raise QuantizerConfigError(f"method {config.method!r} gives no size")
-        self._held = self.row.held
-        if config.method in GROUPS:
-            n_layers = sum(count for _, count in model.layers)
-            self._held = partial(_mean_held, shares_of(config, n_layers))
+        n_layers = sum(count for _, count in model.layers)
+        self._held = size_in_model(config, n_layers) or self.row.held
 
     def held(self, shape: LayerShape, tokens: int) -> Held:
         """What one layer holds at the end of a context, the answer in it."""
@@ -153,10 +142,12 @@ class Sizer:
         itemsize = 4 if model.backend == "cpu" else 2
         for shape, count in model.layers:
             held = self.held(shape, tokens)
-            kv += count * held.most
-            end += count * held.nbytes
+            # The newest token is coded when the next one comes.
+            newest = 0 if self.config.method == BASELINE else shape.full_bytes(1)
+            kv += count * (held.most + newest)
+            end += count * (held.nbytes + newest)
             # layers are read one after the other: their transient work is needed once
-            prompt += count * max(held.most, held.peak - held.work)
+            prompt += count * max(held.most + newest, held.peak - held.work)
             work = max(work, held.work)
         rows = min(tokens, PREFILL_CHUNK)
         work += rows * (3 * model.intermediate + 4 * model.hidden) * itemsize

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from veloxquant.cache.layouts.latent import GROUPS, mean_held, shares_of
+from veloxquant.cache.layouts.in_model import size_in_model
 from veloxquant.cache.table import TABLE, held
 from veloxquant.config.common_fields import READERS
 from veloxquant.config.kv_cache import EVICTION_STORAGE, KVCacheConfig
@@ -60,15 +60,24 @@ def test_the_longest_context_fits_and_stays_within_the_native_one(method: str, r
 def test_bytes_are_those_of_the_method_table(method: str) -> None:
     config = KVCacheConfig(method=method)
     need = Sizer(model(), config, answer=100).need(5000, batch=3)
-    one = held(config, SHAPE, 5000, 100)
-    if method in GROUPS:
-        one = mean_held(shares_of(config, 36), SHAPE, 5000)
-    assert need.kv_end == 3 * 36 * one.nbytes
-    assert need.kv == 3 * 36 * one.most
+    size = size_in_model(config, 36)
+    one = size(config, SHAPE, 5000, 100) if size else held(config, SHAPE, 5000, 100)
+    newest = 0 if method == "fp16" else SHAPE.full_bytes(1)  # coded when the next one comes
+    assert need.kv_end == 3 * 36 * (one.nbytes + newest)
+    assert need.kv == 3 * 36 * (one.most + newest)
 
 
-# a2ats counts the codes of a longer sequence with the rows of a shorter one, chunkkv a full budget
-LOOSE = {"a2ats": 1.2, "chunkkv": 1.001}
+def test_layers_of_a_model_that_differ_are_planned_each() -> None:
+    usual = KVCacheConfig(method="pyramidkv")
+    alike, each = (Sizer(model(), config, answer=1).need(600).kv for config in (
+        usual.with_fields(pyramid_resolved_budget=512), usual
+    ))  # fmt: skip
+    assert each < alike  # the first layers hold no more than there is
+
+
+# a2ats counts the codes of a longer sequence with the rows of a shorter one, chunkkv a full budget,
+# squeeze a growth step a layer, knorm and qfilters one row that waits between two steps
+LOOSE = {"a2ats": 1.2, "chunkkv": 1.001, "squeeze": 1.07, "knorm": 1.07, "qfilters": 1.07}
 
 
 @pytest.mark.parametrize("method", READY)

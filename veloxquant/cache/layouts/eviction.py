@@ -80,16 +80,26 @@ def streaming_llm_held(
     return held._replace(nbytes=apart + form.nbytes(window) + moving, peak=held.peak + apart)
 
 
-def budget_held(field: str, extra: Extra | None = None, *, adds: bool = False) -> SizeOf:
+def one_more(config: KVCacheConfig, held: Held, shape: LayerShape) -> Held:
+    """Between two steps a row beyond the budget waits for its score to be compared."""
+    form = KeptRows.of(config, shape)
+    return held._replace(above=held.above + form.nbytes(held.rows + 1) - form.nbytes(held.rows))
+
+
+def budget_held(
+    field: str, extra: Extra | None = None, *, adds: bool = False, waits: bool = False
+) -> SizeOf:
     """The size function of a method that holds `config.<field>` rows once a prompt was read.
 
-    `adds`: decoded tokens add their rows, where else each takes the place of another.
+    `adds`: decoded tokens add their rows, where else each takes the place of another. `waits`: the
+    newest may be the one that goes, once the next one comes.
     """
 
     def size(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
         more = decoded if adds else 0
         rows = min(tokens - more, getattr(config, field)) + more
-        return kept_held(config, shape, tokens, rows, extra or Extra())
+        held = kept_held(config, shape, tokens, rows, extra or Extra())
+        return one_more(config, held, shape) if waits and rows < tokens else held
 
     return size
 
@@ -110,5 +120,5 @@ HELD: dict[str, SizeOf] = {
     "keyformer": budget_held("keyformer_budget", Extra(numbers=1, scored=5)),
     "morphkv": morphkv_held,
     "cam": budget_held("cam_budget", SCORED),
-    "knorm": budget_held("knorm_budget", Extra(numbers=1, whole_prompt=False)),
+    "knorm": budget_held("knorm_budget", Extra(numbers=1, whole_prompt=False), waits=True),
 }

@@ -1,7 +1,7 @@
 """Sizes of the methods that give up tokens by geometry, by repetition, or keep pages of keys."""
 
 from veloxquant.cache.layouts.base import SizeOf
-from veloxquant.cache.layouts.eviction import SCORED, Extra, kept_held
+from veloxquant.cache.layouts.eviction import SCORED, Extra, kept_held, one_more
 from veloxquant.cache.layouts.kept_rows import KeptRows
 from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.config.kv_cache import KVCacheConfig
@@ -28,7 +28,8 @@ def qfilters_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded
     nbytes = held.nbytes + filters
     # With the queries, up to the length at which rows go first.
     waiting = qfilters_held(config, shape, max(rows, count - 1))
-    return Held(nbytes, rows, peak, work, max(0, waiting.most - nbytes))
+    more = one_more(config, held, shape).above
+    return Held(nbytes, rows, peak, work, max(more, waiting.most - nbytes))
 
 
 def curdkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:

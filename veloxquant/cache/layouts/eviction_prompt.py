@@ -9,7 +9,7 @@ from veloxquant.cache.layouts.base import SizeOf
 from veloxquant.cache.layouts.eviction import NUMBER_BYTES, Extra, kept_held
 from veloxquant.cache.layouts.kept_rows import KeptRows
 from veloxquant.config.kv_cache import KVCacheConfig
-from veloxquant.quantizers.sizes import Held, LayerShape
+from veloxquant.quantizers.sizes import WINDOW_STEP, Held, LayerShape
 
 PROMPT_WINDOW = 32
 """Newest rows whose queries choose, and which stay, where no setting says how many."""
@@ -113,7 +113,9 @@ def squeeze_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded:
     if waits or given is not None:
         return held
     waiting = squeeze_held(config, shape, squeeze_least(config))
-    above, peak = max(0, waiting.nbytes - held.nbytes), max(held.peak, waiting.peak)
+    # Every layer has its own budget, and a store that grew by whole steps.
+    fullest = kept_held(config, shape, tokens, min(tokens, held.rows + WINDOW_STEP - 1), extra)
+    above, peak = max(fullest.nbytes, waiting.nbytes) - held.nbytes, max(held.peak, waiting.peak)
     return held._replace(above=above, peak=peak)
 
 
