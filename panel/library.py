@@ -197,6 +197,7 @@ class PlanningLibrary:
             rows=tuple(_fit_item(row) for row in table),
             notes=shape.notes,
             best=best.method if best else "",
+            answer=min(answer, context),
         )
 
     def method_settings(self, method: str) -> str:

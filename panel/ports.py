@@ -91,7 +91,10 @@ class FitItem:
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """The method table at one context; bytes. `native_context` is what the model was made for."""
+    """The method table at one context, of which `answer` tokens are an answer; bytes.
+
+    `native_context` is what the model was made for.
+    """
 
     model: ModelItem
     context: int
@@ -103,6 +106,7 @@ class FitReport:
     rows: tuple[FitItem, ...]
     notes: tuple[str, ...] = ()
     best: str = ""
+    answer: int = 0
 
 
 @dataclass(frozen=True, slots=True)

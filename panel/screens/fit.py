@@ -240,10 +240,13 @@ class FitScreen(AreaScreen):
             return []
         other = max(0, (row.peak or 0) - report.weights - row.kv)
         reach = units.tokens(row.max_context)
+        length = f"{report.batch} x {report.context:,} tokens"
+        if report.answer and row.kind != "quantization":
+            length += f", {report.answer:,} of them an answer"
         facts = (
             ("kind", row.kind),
             ("weights", units.size(report.weights)),
-            ("kv", f"at most {units.size(row.kv)} for {report.batch} x {report.context:,} tokens"),
+            ("kv", f"at most {units.size(row.kv)} for {length}"),
             ("reading", f"{units.size(other)} more while the prompt is read, and the program"),
             ("peak", f"{units.size(row.peak)} of {units.size(report.room)}"),
             ("longest", f"{reach} tokens, limited by {clean(row.limit, 40) or 'nothing known'}"),
