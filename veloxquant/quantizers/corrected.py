@@ -16,6 +16,7 @@ from veloxquant.kernels.native import MAX_DIM, SPARSE, NativeRun
 from veloxquant.quantizers import slots, sparse
 from veloxquant.quantizers.base import NativeParts, Packed, Shared, TokenAxis
 from veloxquant.quantizers.codecs import codec_for
+from veloxquant.quantizers.finite import in_the_middle
 from veloxquant.quantizers.lowrank import low_rank
 from veloxquant.quantizers.specs.coded import CorrectedSpec
 
@@ -56,7 +57,7 @@ class CorrectedCodec(Shared):
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D), n a multiple of the block."""
-        dtype, x = x.dtype, x.astype(mx.float32)
+        dtype, x = x.dtype, self._finite(x.astype(mx.float32))
         at = self._outliers(x) if self.slots else None
         inliers = x if at is None else slots.filled(x, at, self._span)
         packed = self.base.encode(inliers.astype(dtype))
@@ -73,6 +74,14 @@ class CorrectedCodec(Shared):
     def _span(self) -> int:
         """Tokens that share a scale."""
         return self.spec.base.group if self.spec.along_tokens else 1
+
+    def _finite(self, x: mx.array) -> mx.array:
+        """Rows without entries that are no numbers.
+
+        One of these would take the factors of its block, and every row of it, along.
+        """
+        axis = 3 if self.spec.along_tokens else -1
+        return in_the_middle(self._blocks(x), axis).reshape(x.shape)
 
     def _outliers(self, x: mx.array) -> mx.array:
         """Channels of each token that widen the grids most: (B, H, T, slots)."""

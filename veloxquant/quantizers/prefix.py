@@ -10,6 +10,7 @@ import mlx.core as mx
 from veloxquant.kernels.native import PLAIN, NativeRun
 from veloxquant.quantizers.affine import AffineTokenCodec
 from veloxquant.quantizers.base import NativeParts, Packed, Shared, is_order
+from veloxquant.quantizers.finite import in_the_middle
 from veloxquant.quantizers.saliency import rank
 from veloxquant.quantizers.specs.tiered import PrefixTokenSpec
 
@@ -81,8 +82,9 @@ class PrefixTokenCodec(Shared):
 
     def fit(self, x: mx.array) -> Packed:
         """Order and means of channels."""
-        mean = x.astype(mx.float32).mean(axis=2, keepdims=True)
-        return {"p": variance_order(x, pairs=self.spec.pairs), "c": mean.astype(x.dtype)}
+        rows = in_the_middle(x.astype(mx.float32), 2)
+        mean = rows.mean(axis=2, keepdims=True)
+        return {"p": variance_order(rows, pairs=self.spec.pairs), "c": mean.astype(x.dtype)}
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D) with constants of its own, which are part of the result."""

@@ -198,3 +198,24 @@ def test_few_and_many_factors_are_planned_and_read_alike(rank: int, dtype: mx.Dt
     config = KVCacheConfig(method="gear", options=GEAROptions(gear_rank=rank))
     assert caches[0].nbytes == held(config, shape_of(tokens), 385).nbytes
     assert worst(*outs) < (2e-4 if dtype == mx.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("side", [1, 2])
+@pytest.mark.parametrize("channels", [1, 128])
+@pytest.mark.parametrize("options", [{}, {"gear_sparse_fraction": 0.0}, {"gear_rank": 0}], ids=str)
+def test_what_is_no_number_spoils_its_own_row_alone(
+    wrong: float, side: int, channels: int, options: dict[str, Any]
+) -> None:
+    """The entries that are none are lost; the others of the row and its neighbours are kept."""
+    tokens = structured()
+    place, channel = mx.arange(512)[:, None], mx.arange(128)
+    hit = (place == 300) & (channel < channels)
+    rows = list(tokens)
+    rows[side] = mx.where(hit, wrong, rows[side])
+    broken, whole = filled(Tokens(*rows), **options), filled(tokens, **options)
+    now, usual = (held_rows(cache)[side - 1] for cache in (broken, whole))
+    assert mx.isfinite(now).all().item()
+    lost = [mx.where(hit, 0.0, a - tokens[side]) for a in (now, usual)]
+    lost = [mx.square(mx.where((place == 300) & (channels > 1), 0.0, a)).sum() for a in lost]
+    assert mx.all(lost[0] < 1.02 * lost[1]).item()
