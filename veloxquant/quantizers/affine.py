@@ -21,6 +21,26 @@ _LIFT = float(1 << 24)
 """`mx.quantize` makes no step below 1e-7, whatever the rows are; a power of two rounds nothing."""
 
 
+NORMAL = 2.0**-14
+"""Least step that fp16 rounds as finely as larger ones."""
+_UNIT = 2.0**-24
+
+
+def stored_step(step: mx.array, dtype: mx.Dtype) -> mx.array:
+    """fp32 steps in the type of scales; those that fp16 can hardly tell from zero are rounded up.
+
+    Rounded down, or to nothing, a grid would end far below its largest entry.
+    """
+    if dtype == mx.float16:
+        step = mx.where(step < NORMAL, mx.ceil(step / _UNIT) * _UNIT, step)
+    return step.astype(dtype)
+
+
+def is_coarse(scale: mx.array) -> mx.array:
+    """Where fp16 steps (..., groups) are so small that rounding matters."""
+    return scale < NORMAL
+
+
 def affine_encode(
     x: mx.array, bits: int, group: int, dtype: mx.Dtype, *, minmax: bool = False
 ) -> Packed:
@@ -52,7 +72,7 @@ def affine_encode(
     top = (1 << bits) - 1
     # The codes are chosen for the stored, rounded grid, or 16-bit scales would shift every value.
     b = low.astype(dtype)
-    s = ((high - low) / top).astype(dtype)
+    s = stored_step((high - low) / top, dtype)
     step = s.astype(mx.float32)
     inverse = mx.where(step > 0, 1 / mx.maximum(step, _TINY), 0.0)
     codes = mx.clip(mx.round((groups - b.astype(mx.float32)) * inverse), 0, top)
@@ -61,6 +81,19 @@ def affine_encode(
         "s": s.squeeze(-1),
         "b": b.squeeze(-1),
     }
+
+
+def _with_small_steps(
+    packed: Packed, x: mx.array, bits: int, group: int, *, minmax: bool = False
+) -> Packed:
+    """What the compiled encoder gave for groups of the last axis, small fp16 steps rounded up."""
+    scale = packed["s"]
+    if scale.dtype != mx.float16 or not (coarse := is_coarse(scale)).any().item():
+        return packed
+    # Group by group: codes of the others must not depend on what came with them.
+    other = affine_encode(x, bits, group, scale.dtype, minmax=minmax)
+    words = mx.repeat(coarse, group * bits // 32, axis=-1)
+    return {n: mx.where(words if n == "w" else coarse, other[n], a) for n, a in packed.items()}
 
 
 def affine_decode(packed: Packed, bits: int, group: int, dtype: mx.Dtype) -> mx.array:
@@ -104,8 +137,8 @@ class AffineTokenCodec(Shared):
         if bits != _MLX_ENCODER_BITS or minmax:
             packed = encode.affine(padded, bits, group, dtype, along_tokens=False)
         if packed is None:
-            packed = affine_encode(padded, bits, group, dtype, minmax=minmax)
-        return packed
+            return affine_encode(padded, bits, group, dtype, minmax=minmax)
+        return _with_small_steps(packed, padded, bits, group, minmax=minmax)
 
     def _matmul(self, x: mx.array, packed: Packed, *, transpose: bool) -> mx.array:
         return mx.quantized_matmul(
@@ -149,7 +182,10 @@ class AffineChannelCodec(Shared):
         bits, group, packed = self.spec.bits, self.spec.group, None
         if bits != _MLX_ENCODER_BITS:
             packed = encode.affine(x, bits, group, x.dtype, along_tokens=True)
-        return affine_encode(x.swapaxes(-1, -2), bits, group, x.dtype) if packed is None else packed
+        columns = x.swapaxes(-1, -2)
+        if packed is None:
+            return affine_encode(columns, bits, group, x.dtype)
+        return _with_small_steps(packed, columns, bits, group)
 
     def scores(self, q: mx.array, packed: Packed) -> mx.array:
         """q·Kᵀ: the packed matrix is Kᵀ already."""

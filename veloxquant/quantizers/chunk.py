@@ -10,6 +10,7 @@ import numpy as np
 
 from veloxquant.dsa.mlx_pack import pack, unpack
 from veloxquant.kernels.native import AFFINE_CHANNEL, AFFINE_TOKEN, NativeRun
+from veloxquant.quantizers.affine import stored_step
 from veloxquant.quantizers.base import FP16_MAX, Packed, Shared, TokenAxis
 from veloxquant.quantizers.specs.coded import ChunkSpec, SymmetricSpec
 
@@ -38,7 +39,7 @@ def minmax_encode(x: mx.array, bits: int, size: int, dtype: mx.Dtype) -> Packed:
     groups = x.reshape(*lead, n // size, size)
     low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
     top = (1 << bits) - 1
-    b, s = low.astype(dtype), ((high - low) / top).astype(dtype)
+    b, s = low.astype(dtype), stored_step((high - low) / top, dtype)
     step = s.astype(mx.float32)
     inverse = mx.where(step > 0, 1 / mx.maximum(step, _TINY), 0.0)
     codes = mx.clip(mx.round((groups - b.astype(mx.float32)) * inverse), 0, top)
@@ -115,7 +116,8 @@ class SymmetricCodec(Shared):
         """Pack (B, H, n, D) for any n; every token alone."""
         dtype, x = x.dtype, x.astype(mx.float32)
         scale = mx.abs(x).max(axis=-1, keepdims=True) / self.middle
-        scale = (mx.minimum(scale, self._most) if dtype == mx.float16 else scale).astype(dtype)
+        scale = mx.minimum(scale, self._most) if dtype == mx.float16 else scale
+        scale = stored_step(scale, dtype)
         step = scale.astype(mx.float32)
         inverse = mx.where(step > 0, 1 / mx.maximum(step, _TINY), 0.0)
         codes = mx.clip(mx.round(x * inverse), -self.middle, self.middle) + self.middle

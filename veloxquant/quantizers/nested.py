@@ -12,7 +12,12 @@ import itertools
 import mlx.core as mx
 
 from veloxquant.dsa.mlx_pack import WORD, pack, unpack
-from veloxquant.quantizers.affine import AffineChannelCodec, AffineTokenCodec
+from veloxquant.quantizers.affine import (
+    AffineChannelCodec,
+    AffineTokenCodec,
+    is_coarse,
+    stored_step,
+)
 from veloxquant.quantizers.base import Packed
 from veloxquant.quantizers.specs.affine import AffineChannelSpec, AffineTokenSpec
 from veloxquant.quantizers.specs.tiered import NestedChannelSpec, NestedTokenSpec
@@ -36,13 +41,35 @@ def recode(packed: Packed, old: int, new: int) -> Packed:
     if old == new:
         return packed
     words, scale = packed["w"], packed["s"]
-    codes = renumber(unpack(words, old, words.shape[-1] * WORD // old), old, new)
+    had = unpack(words, old, words.shape[-1] * WORD // old)
+    codes = renumber(had, old, new)
     factor = ((1 << old) - 1) / ((1 << new) - 1)
-    return {
-        "w": pack(codes, new),
-        "s": (scale.astype(mx.float32) * factor).astype(scale.dtype),
-        "b": packed["b"],
-    }
+    step = (scale.astype(mx.float32) * factor).astype(scale.dtype)
+    if scale.dtype == mx.float16:
+        groups = had.reshape(*scale.shape, had.shape[-1] // scale.shape[-1])
+        small, small_step = _recode_small(groups, scale, new)
+        coarse = is_coarse(scale)
+        codes = mx.where(coarse[..., None], small, codes.reshape(groups.shape)).reshape(had.shape)
+        step = mx.where(coarse, small_step, step)
+    return {"w": pack(codes, new), "s": step, "b": packed["b"]}
+
+
+def _recode_small(codes: mx.array, scale: mx.array, new: int) -> tuple[mx.array, mx.array]:
+    """As `recode` for groups (..., group) whose step fp16 can hardly tell from zero.
+
+    Such steps were rounded up, so the codes end below the last one and the new grid begins and ends
+    where they do. Codes that fit into the new width stay: fractions of such a step are lost.
+    """
+    top = (1 << new) - 1
+    most, old = codes.max(axis=-1, keepdims=True), scale.astype(mx.float32)[..., None]
+    step = stored_step(old * most.astype(mx.float32) / top, scale.dtype)
+    wide = mx.maximum(step.astype(mx.float32), 1e-30)
+    fewer = mx.clip(mx.floor(codes.astype(mx.float32) * old / wide + 0.5), 0, top)
+    fits = most <= top
+    return (
+        mx.where(fits, codes, fewer.astype(mx.uint32)),
+        mx.where(fits, scale[..., None], step).squeeze(-1),
+    )
 
 
 def recode_along(packed: Packed, widths: tuple[int, ...]) -> Packed:

@@ -10,23 +10,38 @@ all chunks.
 import mlx.core as mx
 
 from veloxquant.kernels.native import NativeRun
-from veloxquant.quantizers.affine import AffineTokenCodec
-from veloxquant.quantizers.base import Packed, Shared
+from veloxquant.quantizers.affine import NORMAL, AffineTokenCodec
+from veloxquant.quantizers.base import FP16_MAX, Packed, Shared
 from veloxquant.quantizers.specs.tiered import ScaledTokenSpec
 
 _SPREAD = 64.0
 """Largest ratio of two factors: rows stay in the range of their type, whatever comes later."""
+_ROOM = 128.0
+"""Times that later rows may be as large as the first ones before factors must not be smaller."""
 _TINY = 1e-30
 
 
 def channel_factors(x: mx.array) -> mx.array:
     """Roots of the largest magnitude of each channel of (..., n, D), as (..., 1, D) fp32.
 
-    Scaled so that none is below 1: dividing by them never makes a value larger.
+    Scaled so that none is below 1: dividing by them never makes a value larger. What is no number
+    does not count.
     """
-    peak = mx.sqrt(mx.abs(x.astype(mx.float32)).max(axis=-2, keepdims=True))
+    size = mx.abs(x.astype(mx.float32))
+    peak = mx.sqrt(mx.where(mx.isfinite(size), size, 0.0).max(axis=-2, keepdims=True))
     most = mx.maximum(peak.max(axis=-1, keepdims=True), _TINY)
     return mx.maximum(peak / most * _SPREAD, 1.0)
+
+
+def small_rows(x: mx.array) -> mx.array:
+    """A power of two (..., 1, 1), at most 1, for factors of fp16 rows (..., n, D): smaller ones.
+
+    Divided by factors of up to 64, rows near the least numbers of the type would have no scales.
+    """
+    size = mx.abs(x.astype(mx.float32))
+    peak = mx.where(mx.isfinite(size), size, 0.0).max(axis=(-1, -2), keepdims=True)
+    shift = _ROOM * mx.power(2.0, mx.ceil(mx.log2(mx.maximum(peak, _TINY))))
+    return mx.where(peak > 0, mx.clip(shift, NORMAL, 1.0), 1.0)
 
 
 class ChannelScale:
@@ -54,7 +69,10 @@ class ScaledTokenCodec(Shared):
 
     def fit(self, x: mx.array) -> Packed:
         """Factors from the first tokens."""
-        return {"c": channel_factors(x).astype(x.dtype)}
+        factors = channel_factors(x)
+        if x.dtype == mx.float16:
+            factors = factors * small_rows(x)
+        return {"c": factors.astype(x.dtype)}
 
     def encode(self, x: mx.array) -> Packed:
         """Pack (B, H, n, D) with factors of its own, which are part of the result."""
@@ -64,6 +82,8 @@ class ScaledTokenCodec(Shared):
     def encode_fitted(self, x: mx.array, fitted: Packed) -> Packed:
         """Pack (B, H, n, D), every token alone."""
         flat = x.astype(mx.float32) / fitted["c"].astype(mx.float32)
+        if x.dtype == mx.float16:  # small factors make finite rows larger
+            flat = mx.where(mx.isfinite(x), mx.clip(flat, -FP16_MAX, FP16_MAX), flat)
         return self.rows.encode(flat, x.dtype)
 
     def scores(self, q: mx.array, packed: Packed) -> mx.array:
