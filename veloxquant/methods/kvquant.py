@@ -7,7 +7,7 @@ channels and levels are fitted once to the first tokens behind the sinks, or wit
 until it is complete.
 Without an interval they may come from a text of calibration instead; either way they are made for
 keys all over the context where the layer's rotation is known, since a frozen range of rotated keys
-suits its own positions only.
+suits its own positions only. Where first keys repeat, rows drawn at random stand in for others.
 Source: Hooper et al., KVQuant, 2024, arXiv 2401.18079. Differs: keys are coded after position
 encoding, as the cache receives them; levels are fitted online to each head and entries weigh the
 same; tokens are coded 32 at a time, which costs less time than one by one and leaves up to 31 of

@@ -3,7 +3,8 @@
 The covariance of the first 256 tokens after the sinks gives every head a basis; a dynamic program
 gives each component the width that makes the whole error least. Sinks, the tokens before the fit
 and an incomplete block of 64 stay exact. Without calibration the basis suits later tokens as far as
-they resemble the first ones; with one, moments of its text count for keys beside theirs.
+they resemble the first ones; with one, moments of its text count for keys beside theirs. Where the
+first tokens repeat, so that a few of them are different, every direction gets a width.
 Source: Staniszewski and Łańcucki, KVTC, 2025, arXiv 2511.01815. Differs: a basis for each head and
 layer from the sequence itself instead of one across layers from a calibration set; keys are coded
 as they are cached, rotated by position, in a basis that suits all positions (where the layer's
