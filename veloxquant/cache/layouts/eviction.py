@@ -21,7 +21,8 @@ class Extra:
     `numbers` are 4-byte columns of every row and head, `positions` says who has a list of places
     once rows were given up, `ring` are the newest queries kept in decode; `whole_prompt` says that
     a prompt is held whole while it is read, `tiled` that attention reads exact rows tile by tile,
-    and `scored` how many blocks of scores live at once where all queries of a prompt are scored.
+    `rated` that all keys are rated in fp32 at once, and `scored` how many blocks of scores live at
+    once where all queries of a prompt are scored.
     """
 
     numbers: int = 0
@@ -29,6 +30,7 @@ class Extra:
     positions: Literal["head", "layer", "nobody"] = "head"
     whole_prompt: bool = True
     tiled: bool = False
+    rated: bool = False
     scored: int = 0
 
 
@@ -44,6 +46,8 @@ def kept_held(
     nbytes += rows * numbers * NUMBER_BYTES + min(extra.ring, tokens) * queries
     peak_rows = tokens if extra.whole_prompt else min(tokens, rows + PREFILL_CHUNK)
     room = form.work(peak_rows, tiled=extra.tiled and rows < tokens)
+    if extra.rated:
+        room += shape.n_kv_heads * peak_rows * shape.k_dim * COMPUTE_ITEMSIZE
     if extra.scored:
         room += _scoring(shape, peak_rows, extra.scored)
     peak = max(nbytes, form.at_peak(peak_rows)) + room
@@ -112,6 +116,7 @@ def morphkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded:
 
 
 SCORED = Extra(numbers=1, scored=3)
+RATED = Extra(numbers=1, whole_prompt=False, rated=True)
 HELD: dict[str, SizeOf] = {
     "streaming_llm": streaming_llm_held,
     "snapkv": budget_held("snap_budget", adds=True),
@@ -120,5 +125,5 @@ HELD: dict[str, SizeOf] = {
     "keyformer": budget_held("keyformer_budget", Extra(numbers=1, scored=5)),
     "morphkv": morphkv_held,
     "cam": budget_held("cam_budget", SCORED),
-    "knorm": budget_held("knorm_budget", Extra(numbers=1, whole_prompt=False), waits=True),
+    "knorm": budget_held("knorm_budget", RATED, waits=True),
 }

@@ -1,9 +1,8 @@
 """Sizes of the methods that give up tokens by geometry, by repetition, or keep pages of keys."""
 
 from veloxquant.cache.layouts.base import SizeOf
-from veloxquant.cache.layouts.eviction import SCORED, Extra, kept_held, one_more
+from veloxquant.cache.layouts.eviction import RATED, SCORED, Extra, kept_held, one_more
 from veloxquant.cache.layouts.kept_rows import KeptRows
-from veloxquant.cache.plans import PREFILL_CHUNK
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import Held, LayerShape
 from veloxquant.quantizers.specs.pages import PageSplit
@@ -21,15 +20,12 @@ def qfilters_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded
     rows = tokens if tokens < count else min(tokens, config.qfilters_budget)
     if rows == tokens:
         return kept_held(config, shape, tokens, rows, Extra(ring=count, whole_prompt=False))
-    held = kept_held(config, shape, tokens, rows, Extra(numbers=1, whole_prompt=False))
     filters = shape.n_kv_heads * shape.k_dim * FP32
-    rated = shape.n_kv_heads * min(tokens, rows + PREFILL_CHUNK) * shape.k_dim * FP32
-    peak, work = held.peak + filters + rated, held.work + rated
-    nbytes = held.nbytes + filters
+    held = kept_held(config, shape, tokens, rows, RATED).plus(filters)
     # With the queries, up to the length at which rows go first.
     waiting = qfilters_held(config, shape, max(rows, count - 1))
     more = one_more(config, held, shape).above
-    return Held(nbytes, rows, peak, work, max(more, waiting.most - nbytes))
+    return held._replace(above=max(more, waiting.most - held.nbytes))
 
 
 def curdkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
