@@ -1,7 +1,15 @@
 """Layouts of the methods that code vectors by codebooks of vectors."""
 
 from veloxquant.cache.layouts.base import SizeOf, sizes_of
-from veloxquant.cache.plans import AtOnce, LayerPlan, Schedule, StreamPlan, Trailing, WholeBlocks
+from veloxquant.cache.plans import (
+    Absolute,
+    AtOnce,
+    LayerPlan,
+    Schedule,
+    StreamPlan,
+    Trailing,
+    WholeBlocks,
+)
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import Unsaid
 from veloxquant.quantizers.sizes import BODY_STEP, Held, LayerShape, store_bytes
@@ -50,7 +58,9 @@ PAYLOAD_BITS, PAYLOAD_GROUP = 4, 32
 def a2ats_plan(config: KVCacheConfig) -> LayerPlan:
     """Sinks and a window exact, tokens between in 4 bits; their codes stand beside."""
     stream = StreamPlan(
-        AffineTokenSpec(PAYLOAD_BITS, PAYLOAD_GROUP), Trailing(config.a2ats_window), A2ATS_SINKS
+        AffineTokenSpec(PAYLOAD_BITS, PAYLOAD_GROUP),
+        Absolute(A2ATS_SINKS, Trailing(config.a2ats_window)),
+        A2ATS_SINKS,
     )
     return LayerPlan(stream, stream)
 
