@@ -126,10 +126,13 @@ def moves(schedule: Schedule, tokens: int, growth: int) -> tuple[int, ...]:
     `growth` tokens begins again. At these lengths most tokens wait. None where no token waits.
     """
     latest = _last_before_move(schedule, tokens)
-    if latest == 0 or schedule.frontier(latest) == latest:
+    if latest == 0:
         return ()
+    first = _first_move(schedule, latest + 1)
+    if schedule.frontier(latest) == latest:  # none waits any more
+        return (first,) if first else ()
     before = _last_before_move(schedule, latest)
-    found = [_first_move(schedule, latest + 1), latest]
+    found = [first, latest]
     if before:
         step = latest - before
         found.extend(max(0, latest - n * step) for n in range(1, growth // gcd(growth, step)))

@@ -1,5 +1,6 @@
 """Sizes of the methods that give up tokens."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,6 +91,33 @@ def one_more(config: KVCacheConfig, held: Held, shape: LayerShape) -> Held:
     return held._replace(above=held.above + form.nbytes(held.rows + 1) - form.nbytes(held.rows))
 
 
+def answers_add(size: SizeOf) -> SizeOf:
+    """The size of a method that compresses a prompt once and keeps what is decoded.
+
+    Its most is that of any answer up to the one planned for: a shorter one may be the first to
+    need lists of positions. Where a prompt's last piece is a single token, that one is taken for
+    the end, and the next adds its row.
+    """
+
+    def most(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
+        held = size(config, shape, tokens, decoded)
+        if held.rows < tokens:
+            other = size(config, shape, tokens + 1, decoded + 1)
+        else:
+            # Less than the whole is kept of a long prompt, so for short answers.
+            answers = range(decoded + 1)
+            short = bisect_left(
+                answers, 1, key=lambda n: size(config, shape, tokens, n).rows == tokens
+            )
+            if not short:
+                return held
+            other = size(config, shape, tokens, short - 1)
+        above = max(held.above, other.most - held.nbytes)
+        return held._replace(above=above, peak=max(held.peak, held.nbytes + above))
+
+    return most
+
+
 def budget_held(
     field: str, extra: Extra | None = None, *, adds: bool = False, waits: bool = False
 ) -> SizeOf:
@@ -105,7 +133,7 @@ def budget_held(
         held = kept_held(config, shape, tokens, rows, extra or Extra())
         return one_more(config, held, shape) if waits and rows < tokens else held
 
-    return size
+    return answers_add(size) if adds else size
 
 
 def morphkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:

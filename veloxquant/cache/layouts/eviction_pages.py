@@ -1,7 +1,7 @@
 """Sizes of the methods that give up tokens by geometry, by repetition, or keep pages of keys."""
 
 from veloxquant.cache.layouts.base import SizeOf
-from veloxquant.cache.layouts.eviction import RATED, SCORED, Extra, kept_held, one_more
+from veloxquant.cache.layouts.eviction import RATED, SCORED, Extra, answers_add, kept_held, one_more
 from veloxquant.cache.layouts.kept_rows import KeptRows
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import Held, LayerShape
@@ -25,7 +25,8 @@ def qfilters_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded
     # With the queries, up to the length at which rows go first.
     waiting = qfilters_held(config, shape, max(rows, count - 1))
     more = one_more(config, held, shape).above
-    return held._replace(above=max(more, waiting.most - held.nbytes))
+    above, peak = max(more, waiting.most - held.nbytes), max(held.peak, waiting.peak)
+    return held._replace(above=above, peak=peak)
 
 
 def curdkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
@@ -73,6 +74,6 @@ def kvzip_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: i
 HELD: dict[str, SizeOf] = {
     "qfilters": qfilters_held,
     "curdkv": curdkv_held,
-    "kvzip": kvzip_held,
-    "rocketkv": rocketkv_held,
+    "kvzip": answers_add(kvzip_held),
+    "rocketkv": answers_add(rocketkv_held),
 }

@@ -6,7 +6,7 @@ Decoded tokens add their rows, but for squeeze.
 from typing import NamedTuple
 
 from veloxquant.cache.layouts.base import SizeOf
-from veloxquant.cache.layouts.eviction import NUMBER_BYTES, Extra, kept_held
+from veloxquant.cache.layouts.eviction import NUMBER_BYTES, Extra, answers_add, kept_held
 from veloxquant.cache.layouts.kept_rows import KeptRows
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import WINDOW_STEP, Held, LayerShape
@@ -113,15 +113,17 @@ def squeeze_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded:
     if waits or given is not None:
         return held
     waiting = squeeze_held(config, shape, squeeze_least(config))
-    # Every layer has its own budget, and a store that grew by whole steps.
-    fullest = kept_held(config, shape, tokens, min(tokens, held.rows + WINDOW_STEP - 1), extra)
+    # Every layer has its own budget, a store that grew by whole steps, and positions once it gave
+    # up rows, as it does of one token more.
+    rows = min(tokens, held.rows + WINDOW_STEP - 1)
+    fullest = kept_held(config, shape, tokens + 1, rows, extra)
     above, peak = max(fullest.nbytes, waiting.nbytes) - held.nbytes, max(held.peak, waiting.peak)
     return held._replace(above=above, peak=peak)
 
 
 HELD: dict[str, SizeOf] = {
-    "pyramidkv": pyramidkv_held,
-    "chunkkv": chunkkv_held,
-    "nestedkv": nestedkv_held,
+    "pyramidkv": answers_add(pyramidkv_held),
+    "chunkkv": answers_add(chunkkv_held),
+    "nestedkv": answers_add(nestedkv_held),
     "squeeze": squeeze_held,
 }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from veloxquant.allocators.layer_budgets import pyramid_budgets
 from veloxquant.cache.layouts.base import SizeOf
-from veloxquant.cache.layouts.eviction_prompt import PROMPT_WINDOW, pyramidkv_held
+from veloxquant.cache.layouts.eviction_prompt import HELD, PROMPT_WINDOW
 from veloxquant.cache.layouts.latent import GROUPS, mean_held, shares_of
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.quantizers.sizes import Held, LayerShape
@@ -45,7 +45,7 @@ def _pyramid(config: KVCacheConfig, n_layers: int) -> SizeOf:
 
     def size(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
         del config
-        each = [(pyramidkv_held(layer, shape, tokens, decoded), n) for layer, n in layers]
+        each = [(HELD["pyramidkv"](layer, shape, tokens, decoded), n) for layer, n in layers]
         return _mean(each, n_layers)
 
     return size
