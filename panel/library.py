@@ -318,6 +318,7 @@ def _fit_item(row: FitRow) -> FitItem:
         kind=row.kind,
         bits=row.bits,
         kv=row.kv_bytes,
+        reading=row.kv_reading_bytes,
         peak=row.peak_bytes,
         max_context=row.max_context,
         fits=row.fits,

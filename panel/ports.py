@@ -72,7 +72,10 @@ class ModelItem:
 
 @dataclass(frozen=True, slots=True)
 class FitItem:
-    """One method for one model at one context; bytes, `kv_high` is the upper bound of a range."""
+    """One method for one model at one context; bytes.
+
+    `kv_high` is the upper bound of a range, `reading` the most kv while a prompt is read.
+    """
 
     method: str
     ready: bool
@@ -80,6 +83,7 @@ class FitItem:
     bits: float | None = None
     kv: int | None = None
     kv_high: int | None = None
+    reading: int | None = None
     peak: int | None = None
     max_context: int | None = None
     fits: bool = False

@@ -243,11 +243,12 @@ class FitScreen(AreaScreen):
         length = f"{report.batch} x {report.context:,} tokens"
         if report.answer and row.kind != "quantization":
             length += f", {report.answer:,} of them an answer"
+        held = f"kv {units.size(row.reading)}; " if (row.reading or 0) > row.kv else ""
         facts = (
             ("kind", row.kind),
             ("weights", units.size(report.weights)),
             ("kv", f"at most {units.size(row.kv)} for {length}"),
-            ("reading", f"{units.size(other)} more while the prompt is read, and the program"),
+            ("reading", f"{held}{units.size(other)} more for work on the prompt, and the program"),
             ("peak", f"{units.size(row.peak)} of {units.size(report.room)}"),
             ("longest", f"{reach} tokens, limited by {clean(row.limit, 40) or 'nothing known'}"),
             ("known", clean(row.known, 80)),

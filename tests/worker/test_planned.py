@@ -30,9 +30,9 @@ WAITS = {"knorm"}
 """Between two steps these hold one row more than after the next token."""
 
 
-def claims(bench: Any) -> list[int]:
-    """Bytes that the caches claim, after each step from now on that made an answer's token."""
-    engine, seen = bench.engine, []
+def claims(bench: Any) -> tuple[list[int], list[int]]:
+    """Bytes that the caches claim after each step: while the prompt is read, and afterwards."""
+    engine, reading, seen = bench.engine, [], []
     real_step = engine._step
 
     def step() -> None:
@@ -40,22 +40,24 @@ def claims(bench: Any) -> list[int]:
         engine._batch.synchronize()
         jobs = list(engine._rows.values())
         gauges = look(engine._serving, engine._batch, engine._admission, jobs, engine._meter.read())
-        if jobs and jobs[0].output_tokens > 1:
-            seen.append(gauges.kv_claimed)
+        if jobs:
+            (seen if jobs[0].output_tokens > 1 else reading).append(gauges.kv_claimed)
 
     engine._step = step
-    return seen
+    return reading, seen
 
 
 def planned_as_held(bench: Any, path: Path, method: str, options: dict[str, Any]) -> None:
     """The most bytes of a conversation and those at its end, as planned."""
     shape = read_shape(path)
     config = config_of(method, options, shape.layers[0][0].k_dim)
-    seen = claims(bench)
+    reading, seen = claims(bench)
     prompt = bench.serving.tokenizer.encode("The river runs down to the sea at last. ") * PROMPT
     bench.submit(prompt[:PROMPT], ANSWER).text()
     need = Sizer(shape, config, ANSWER).need(PROMPT + ANSWER)
     assert len(seen) > ANSWER // 2
+    assert len(reading) > 2
+    assert max(reading) <= need.prompt_kv
     assert max(seen) <= need.kv
     if method in WAITS:
         assert max(seen) == pytest.approx(need.kv, rel=CLOSE)

@@ -114,9 +114,12 @@ def _detail(method: str, options: dict[str, Any], need: Need, context: int) -> N
              ("other layers", need.native)]  # fmt: skip
     result(f"\nsettings  {told or 'none'}")
     result(f"in use    {' + '.join(f'{name} {gib(n)}' for name, n in parts if n)}")
-    if need.kv_end < need.kv:
+    if need.kv_end < 0.99 * need.kv:
         result(f"kv        {gib(need.kv_end)} at exactly {context:,} tokens, before it up to "
                f"{gib(need.kv)} while tokens wait for a whole block")  # fmt: skip
+    if need.prompt_kv > need.kv:
+        result(f"reading   kv {gib(need.prompt_kv)} while a prompt of {context:,} tokens is read: "
+               f"the method chooses among all of it")  # fmt: skip
     result(f"peak      weights being read {gib(need.loading)}; prompt being read "
            f"{gib(need.prompt)}")  # fmt: skip
 
@@ -134,6 +137,7 @@ def _table(
         "SETTING",
         "BITS",
         "KV",
+        "READING",
         "IN USE",
         "PEAK",
         "MAX CTX",
@@ -147,6 +151,7 @@ def _table(
             setting_words(row.method, options.get(row.method, {})),
             "-" if row.bits is None else f"{row.bits:.1f}",
             gib(row.kv_bytes),
+            gib(row.kv_reading_bytes),
             gib(row.resident_bytes),
             gib(row.peak_bytes),
             f"{row.max_context:,}",
@@ -162,10 +167,10 @@ def _table(
         if row.max_context is not None
     ]
     legend = (
-        "bits: per value, exact tokens included; kv: exact, the most on the way to this length; "
-        "in use and peak: estimates"
+        "bits: per value, exact tokens included; kv: exact, the most while answers are written; "
+        "reading: kv at most while a prompt is read; in use (between prompts) and peak: estimates"
     )
-    text = table(head, body, right=(1, 2, 3, 4, 5, 6))
+    text = table(head, body, right=(1, 2, 3, 4, 5, 6, 7))
     star = "\n* proposed for this length; `vq up MODEL --method auto` starts it" if best else ""
     return f"{text}\n{legend}{star}"
 

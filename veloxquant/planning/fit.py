@@ -74,9 +74,11 @@ class Need:
 class FitRow:
     """One method for one model. `why` says why it is left out; bytes are None then.
 
-    `kv_bytes` are the most on the way to the context, `kv_end_bytes` those at its end, `rows` the
-    tokens kept there. `known` says how a number is known: kv bytes are exact, the peak is an
-    estimate, quality and speed are unknown (`-`) until measured.
+    `kv_bytes` are the most on the way to the context, `kv_end_bytes` those at its end,
+    `kv_reading_bytes` the most while a prompt of that length is read, which methods that choose by
+    the whole of it hold until then; `rows` are the tokens kept at the end. `known` says how a
+    number is known: kv bytes are exact, the peak is an estimate, quality and speed are unknown
+    (`-`) until measured.
     """
 
     method: str
@@ -87,6 +89,7 @@ class FitRow:
     bits: float | None = None
     kv_bytes: int | None = None
     kv_end_bytes: int | None = None
+    kv_reading_bytes: int | None = None
     rows: int | None = None
     native_bytes: int | None = None
     ratio: float | None = None
@@ -223,6 +226,7 @@ def fit_row(
         bits=round(8 * need.kv / values, 2) if values else None,
         kv_bytes=need.kv,
         kv_end_bytes=need.kv_end,
+        kv_reading_bytes=need.prompt_kv,
         native_bytes=need.native,
         ratio=round(plain / need.kv, 2) if need.kv else None,
         resident_bytes=need.resident,

@@ -20,14 +20,15 @@ class Extra:
     """What a method holds and needs besides its rows.
 
     `numbers` are 4-byte columns of every row and head, `positions` says who has a list of places
-    once rows were given up, `ring` are the newest queries kept in decode; `whole_prompt` says that
-    a prompt is held whole while it is read, `tiled` that attention reads exact rows tile by tile,
-    `rated` that all keys are rated in fp32 at once, and `scored` how many blocks of scores live at
-    once where all queries of a prompt are scored.
+    once rows were given up, `ring` are the newest queries kept in decode, `window` those kept while
+    a prompt is read; `whole_prompt` says that a prompt is held whole until then, `tiled` that
+    attention reads exact rows tile by tile, `rated` that all keys are rated in fp32 at once, and
+    `scored` how many blocks of scores live at once where all queries of a prompt are scored.
     """
 
     numbers: int = 0
     ring: int = 0
+    window: int = 0
     positions: Literal["head", "layer", "nobody"] = "head"
     whole_prompt: bool = True
     tiled: bool = False
@@ -46,21 +47,22 @@ def kept_held(
     queries = shape.n_q_heads * shape.k_dim * shape.itemsize
     nbytes += rows * numbers * NUMBER_BYTES + min(extra.ring, tokens) * queries
     peak_rows = tokens if extra.whole_prompt else min(tokens, rows + PREFILL_CHUNK)
+    waiting = max(extra.ring, extra.window, SCORED_QUERIES if extra.scored else 0)
+    reading = form.nbytes(peak_rows) + min(waiting, tokens) * queries
+    reading += peak_rows * extra.numbers * shape.n_kv_heads * NUMBER_BYTES
     room = form.work(peak_rows, tiled=extra.tiled and rows < tokens)
     if extra.rated:
         room += shape.n_kv_heads * peak_rows * shape.k_dim * COMPUTE_ITEMSIZE
     if extra.scored:
         room += _scoring(shape, peak_rows, extra.scored)
-    peak = max(nbytes, form.at_peak(peak_rows)) + room
+    peak = max(nbytes, reading) + room
     return Held(nbytes, rows, peak, room)
 
 
 def _scoring(shape: LayerShape, tokens: int, scored: int) -> int:
     """Transient bytes while a block of queries is scored against all rows; measured."""
-    block = min(SCORED_QUERIES, tokens)
-    waiting = block * shape.n_q_heads * shape.k_dim * shape.itemsize
-    scores = shape.n_q_heads * block * tokens * COMPUTE_ITEMSIZE
-    return waiting + scored * scores + shape.n_kv_heads * tokens * shape.k_dim * COMPUTE_ITEMSIZE
+    scores = shape.n_q_heads * min(SCORED_QUERIES, tokens) * tokens * COMPUTE_ITEMSIZE
+    return scored * scores + shape.n_kv_heads * tokens * shape.k_dim * COMPUTE_ITEMSIZE
 
 
 def streaming_llm_held(
@@ -119,18 +121,25 @@ def answers_add(size: SizeOf) -> SizeOf:
 
 
 def budget_held(
-    field: str, extra: Extra | None = None, *, adds: bool = False, waits: bool = False
+    field: str,
+    extra: Extra | None = None,
+    *,
+    window: str = "",
+    adds: bool = False,
+    waits: bool = False,
 ) -> SizeOf:
     """The size function of a method that holds `config.<field>` rows once a prompt was read.
 
-    `adds`: decoded tokens add their rows, where else each takes the place of another. `waits`: the
-    newest may be the one that goes, once the next one comes.
+    `window` names the setting of how many queries the end of a prompt looks at. `adds`: decoded
+    tokens add their rows, where else each takes the place of another. `waits`: the newest may be
+    the one that goes, once the next one comes.
     """
 
     def size(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded: int = 0) -> Held:
         more = decoded if adds else 0
         rows = min(tokens - more, getattr(config, field)) + more
-        held = kept_held(config, shape, tokens, rows, extra or Extra())
+        own = extra or Extra(window=getattr(config, window) if window else 0)
+        held = kept_held(config, shape, tokens, rows, own)
         return one_more(config, held, shape) if waits and rows < tokens else held
 
     return answers_add(size) if adds else size
@@ -147,7 +156,7 @@ SCORED = Extra(numbers=1, scored=3)
 RATED = Extra(numbers=1, whole_prompt=False, rated=True)
 HELD: dict[str, SizeOf] = {
     "streaming_llm": streaming_llm_held,
-    "snapkv": budget_held("snap_budget", adds=True),
+    "snapkv": budget_held("snap_budget", window="snap_obs_window", adds=True),
     "h2o": budget_held("h2o_budget", SCORED),
     "tova": budget_held("tova_budget", Extra(ring=1, positions="layer")),
     "keyformer": budget_held("keyformer_budget", Extra(numbers=1, scored=5)),

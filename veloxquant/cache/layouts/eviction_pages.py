@@ -54,7 +54,7 @@ def rocketkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded
     split = rocketkv_split(config)
     prompt = tokens - decoded
     rows = min(prompt, split.rows(prompt)) + decoded
-    held = kept_held(config, shape, tokens, rows, Extra())
+    held = kept_held(config, shape, tokens, rows, Extra(window=config.rocketkv_obs_window))
     if rows == tokens:
         return held
     bounds = 2 * KeptRows.of(config, shape).keys(rows // split.page)

@@ -23,7 +23,7 @@ def pyramidkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decode
     """The mean over layers; between the least and the largest budget a little too much."""
     budget = config.pyramid_resolved_budget or config.pyramid_budget
     rows = min(tokens - decoded, budget) + decoded
-    return kept_held(config, shape, tokens, rows, Extra())
+    return kept_held(config, shape, tokens, rows, Extra(window=PROMPT_WINDOW))
 
 
 class ChunkRule(NamedTuple):
@@ -67,7 +67,7 @@ def chunkkv_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded:
     """Whole chunks within the budget; one list of positions for all heads."""
     prompt, budget = tokens - decoded, config.chunkkv_budget
     rows = chunk_rule(config).kept(prompt, budget) + decoded
-    extra = Extra(positions="layer")
+    extra = Extra(positions="layer", window=PROMPT_WINDOW)
     held = kept_held(config, shape, tokens, rows, extra)
     fullest = kept_held(config, shape, tokens, min(prompt, budget) + decoded, extra)
     return held._replace(above=fullest.nbytes - held.nbytes)
@@ -108,7 +108,8 @@ def squeeze_held(config: KVCacheConfig, shape: LayerShape, tokens: int, decoded:
     given = config.squeeze_resolved_budget
     waits = given is None and tokens <= squeeze_least(config)
     ring = PROMPT_WINDOW if waits else 0
-    extra = Extra(ring=ring, positions="layer", whole_prompt=given is None)
+    window = PROMPT_WINDOW if given is None else 0
+    extra = Extra(ring=ring, window=window, positions="layer", whole_prompt=given is None)
     held = kept_held(config, shape, tokens, min(tokens, given or config.squeeze_budget), extra)
     if waits or given is not None:
         return held
