@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -247,6 +247,17 @@ class RowBatch:
         """Give each row its state."""
         for row, row_state in zip(self.rows, saved, strict=True):
             row.state = row_state
+
+    def compact_state(self) -> NoReturn:
+        """Refused: a file holds one sequence.
+
+        Raises:
+            CacheStateError: always, with what to save instead.
+        """
+        raise CacheStateError(
+            "a batch is saved row by row: save_caches(path, [cache.extract(row) for cache in "
+            "caches], config)"
+        )
 
     @property
     def nbytes(self) -> int:

@@ -7,13 +7,15 @@ mlx-lm's own cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, cast
 
 import mlx.core as mx
 
 from veloxquant.cache.batch import RowBatch
 from veloxquant.cache.context import LayerContext
+from veloxquant.cache.fitting import OWN_FILES, Version
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
+from veloxquant.core.exceptions import CacheStateError
 from veloxquant.memory.block import PoolConfig
 from veloxquant.memory.block_pool import BlockPoolAllocator
 from veloxquant.memory.pool_backed_cache import PoolBackedKVCache
@@ -72,9 +74,41 @@ class Fp16KVCache(PoolBackedKVCache):
             if a is not None:
                 yield a
 
-    def compact_state(self) -> Any:
-        """What goes into a file: the state, which is cut to the tokens held already."""
-        return self.state
+    @property
+    def state(self) -> Any:
+        """Keys and values of all tokens, or None and None, and the version.
+
+        The version keeps mlx-lm's `save_prompt_cache` from writing a file that its loader, which
+        knows its own classes only, could not read. Setting takes a pair, too.
+
+        Raises:
+            CacheStateError: when a state is of another version.
+        """
+        return (*self.keys_and_values(), Version())
+
+    @state.setter
+    def state(self, pair: Any) -> None:
+        if isinstance(pair, tuple | list) and len(pair) > 2:
+            *pair, version = pair
+            if version != Version():
+                raise CacheStateError(f"state of format {version!r}; this is none of fp16")
+        cast("Any", PoolBackedKVCache.state).fset(self, pair)
+
+    @classmethod
+    def from_state(cls, state: Any, meta_state: Any = None) -> NoReturn:
+        """Refused: a state is given to a cache that was built for its layer.
+
+        Raises:
+            CacheStateError: always, with what to do instead.
+        """
+        del state, meta_state
+        raise CacheStateError(
+            f"build the {cls.__name__} and assign `cache.state = state`; {OWN_FILES}"
+        )
+
+    def compact_state(self) -> tuple[Any, Any]:
+        """What goes into a file: keys and values of the tokens held."""
+        return self.keys_and_values()
 
     @staticmethod
     def merge(caches: Sequence[Any]) -> RowBatch:

@@ -19,6 +19,7 @@ from veloxquant.cache.table import MethodRow, row_of
 from veloxquant.config.kv_cache import KVCacheConfig
 from veloxquant.config.options import SnapKVOptions
 from veloxquant.core.exceptions import CacheStateError
+from veloxquant.methods.fp16 import Fp16KVCache
 
 KIVI = KVCacheConfig(method="kivi", residual_length=32)
 
@@ -363,7 +364,7 @@ def test_saving_does_not_disturb_and_can_be_repeated(saved: Saved) -> None:
     assert go_on(saved.model, saved.caches, 5, 6) == go_on(saved.model, other, 5, 6)
 
 
-@pytest.mark.parametrize("method", ["kivi", "snapkv", "xkv"])
+@pytest.mark.parametrize("method", ["kivi", "snapkv", "xkv", "fp16"])
 def test_files_that_nobody_could_load_are_not_written(tmp_path: Path, method: str) -> None:
     from mlx_lm.models.cache import save_prompt_cache
 
@@ -381,3 +382,43 @@ def test_files_that_nobody_could_load_are_not_written(tmp_path: Path, method: st
     for twin, cache in zip(twins, caches, strict=True):
         twin.state = cache.state
     assert [twin.offset for twin in twins] == [20] * len(caches)
+    assert mx.array_equal(feed(model, [5], twins), feed(model, [5], caches)).item()
+
+
+@pytest.mark.parametrize("method", ["kivi", "fp16"])
+def test_a_batch_is_saved_row_by_row(tmp_path: Path, method: str) -> None:
+    from mlx_lm.models.cache import save_prompt_cache
+
+    model, config = tiny("llama"), small_config(row_of(method))
+    plan = plan_model(model, config)
+    rows = [new_caches(plan, config) for _ in range(2)]
+    for i, caches in enumerate(rows):
+        feed(model, prompt(20 + i), caches)
+    batch: list[Any] = [type(pair[0]).merge(pair) for pair in zip(*rows, strict=True)]
+    path = tmp_path / "prompt.safetensors"
+    with pytest.raises(ValueError, match="save_caches"):
+        save_prompt_cache(str(path), batch)
+    with pytest.raises(CacheStateError, match="row by row"):
+        save_caches(path, batch, config)
+    assert not path.exists()
+    save_caches(path, [cache.extract(1) for cache in batch], config)
+    assert leaves([cache.offset for cache in load_caches(path, plan, config)]) == [21, 21]
+    twins: list[Any] = [
+        type(pair[0]).merge(pair)
+        for pair in zip(*(new_caches(plan, config) for _ in rows), strict=True)
+    ]
+    for twin, cache in zip(twins, batch, strict=True):
+        twin.state = cache.state
+    assert twins[0].offset.tolist() == [20, 21]
+
+
+def test_fp16_takes_pairs_and_no_other_state() -> None:
+    pair = (mx.ones((1, 2, 3, 4)), mx.zeros((1, 2, 3, 4)))
+    cache = Fp16KVCache()
+    cache.state = pair
+    assert (cache.offset, len(cache.state), len(cache.compact_state())) == (3, 3, 2)
+    with pytest.raises(CacheStateError, match="format 2"):
+        cache.state = (*pair, 2)
+    assert all(mx.array_equal(a, b) for a, b in zip(cache.compact_state(), pair, strict=True))
+    cache.state = Fp16KVCache().state
+    assert cache.empty()
