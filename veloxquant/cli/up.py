@@ -57,9 +57,10 @@ def up(args: argparse.Namespace) -> int:
     wanted = _choose(args, settings)
     room = room_now(args.memory_limit)
     _guard(wanted, room, settings, force=args.force)
-    spec = _spec(args, wanted, settings)
+    named = _named_port(args, settings)
+    spec = _spec(args, wanted, settings) | ({"port": named} if named else {})
     call("start", {"spec": spec}, start=True)
-    save_last(wanted.model.name, wanted.method, wanted.context, wanted.options)
+    save_last(wanted.model.name, wanted.method, wanted.context, wanted.options, named)
     if args.detach:
         data = summary(call("status"))
         result(envelope(data) if args.json else f"{data['phase']}: {wanted.model.name}")
@@ -108,6 +109,20 @@ def _choose(args: argparse.Namespace, settings: Settings) -> Wanted:
         options = {**options, **gentle}
         talk(f"{SMALL_BITS} bits, since a small model feels fewer; --bits 2 takes fewer")
     return Wanted(model, shape, method, options, context)
+
+
+def _named_port(args: argparse.Namespace, settings: Settings) -> int | None:
+    """The port of --port, or that of the last start when this is the same again.
+
+    A setting goes before the last start: it was made to last.
+    """
+    if args.port is not None or args.model is not None:
+        return args.port
+    port = load_last().get("port")
+    if port is None or settings.origin("server.port") != "default":
+        return None
+    talk(f"port {port}, as in the last start")
+    return port
 
 
 def _guard(wanted: Wanted, room: Room, settings: Settings, *, force: bool) -> None:

@@ -1,4 +1,8 @@
-"""The last start: model, method with its settings, and context, to propose it again."""
+"""The last start: model, method with its settings, and context, to propose it again.
+
+Of a port only one that was named for that start alone is kept: others are settings, which have a
+place of their own and may have changed since.
+"""
 
 import contextlib
 import json
@@ -7,7 +11,8 @@ from typing import Any
 from veloxquant.config.files import write_atomically
 from veloxquant.config.folders import folders
 
-_TYPES = {"model": str, "method": str, "context": int, "options": dict}
+_TYPES = {"model": str, "method": str, "context": int, "options": dict, "port": int}
+_PORTS = range(1, 65_536)
 
 
 def _path() -> Any:
@@ -15,19 +20,29 @@ def _path() -> Any:
 
 
 def load_last() -> dict[str, Any]:
-    """`model`, `method`, `context` and, if any, `options` of the last start; empty when unknown."""
+    """`model`, `method`, `context` and, if any, `options` and `port`; empty when unknown."""
     try:
         value = json.loads(_path().read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(value, dict):
         return {}
-    return {key: value[key] for key, kind in _TYPES.items() if isinstance(value.get(key), kind)}
+    found = {key: value[key] for key, kind in _TYPES.items() if isinstance(value.get(key), kind)}
+    if found.get("port", _PORTS[0]) not in _PORTS or found.get("port") is True:
+        del found["port"]
+    return found
 
 
-def save_last(model: str, method: str, context: int, options: dict[str, Any] | None = None) -> None:
+def save_last(
+    model: str,
+    method: str,
+    context: int,
+    options: dict[str, Any] | None = None,
+    port: int | None = None,
+) -> None:
     """Remember a start; a folder that cannot be written is not worth an error."""
     record: dict[str, Any] = {"model": model, "method": method, "context": context}
-    text = json.dumps(record | ({"options": options} if options else {}))
+    record |= {"options": options} if options else {}
+    text = json.dumps(record | ({"port": port} if port else {}))
     with contextlib.suppress(OSError):
         write_atomically(_path(), text + "\n")

@@ -73,6 +73,29 @@ def test_up_prints_the_base_url_and_remembers(run: Run, demo: Path, supervisor: 
     assert load_last()["options"] == defaults, "a method that is named comes with its defaults"
 
 
+def test_the_port_of_the_last_start_unless_flags_or_settings_say_otherwise(
+    run: Run, demo: Path, supervisor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def port_of(*words: str) -> tuple[int, bool]:
+        code, _, err = run("up", *words, "--detach")
+        assert code == 0, err
+        return dict(supervisor.calls[-2:])["start"]["spec"]["port"], "last start" in err
+
+    supervisor.state("starting")
+    assert port_of("Tiny-1B", "--port", "8111") == (8111, False)
+    assert port_of() == (8111, True)
+    assert port_of("--method", "kivi") == (8111, True), "still remembered"
+    with monkeypatch.context() as patch:
+        patch.setenv("VELOXQUANT_SERVER_PORT", "8200")
+        assert port_of() == (8200, False)
+    assert port_of() == (8000, False), "that start had no port of its own"
+    assert port_of("--port", "8111") == (8111, False)
+    assert port_of("Tiny-1B") == (8000, False), "a model that is named starts anew"
+    assert port_of("--port", "8111") == (8111, False)
+    assert run("config", "set", "server.port", "8300")[0] == 0
+    assert port_of() == (8300, False)
+
+
 def test_up_detached_returns_at_once(run: Run, demo: Path, supervisor: Any) -> None:
     supervisor.state("starting")
     assert run("up", "Tiny-1B", "--detach")[1] == "starting: Tiny-1B\n"

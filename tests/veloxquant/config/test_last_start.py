@@ -39,3 +39,16 @@ def test_settings_of_the_method_are_remembered(
     assert load_last()["options"] == {"bit_width_inlier": 4}
     save_last("model", "kivi", 4096, {})
     assert "options" not in load_last()
+
+
+def test_a_port_is_remembered_when_it_can_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VELOXQUANT_HOME", str(tmp_path))
+    save_last("model", "kivi", 4096, port=8111)
+    assert load_last() == {"model": "model", "method": "kivi", "context": 4096, "port": 8111}
+    save_last("model", "kivi", 4096)
+    assert "port" not in load_last()
+    for wrong in ("0", "65536", "true", '"8111"', "-1"):
+        (tmp_path / "state" / "last_start.json").write_text(f'{{"model": "m", "port": {wrong}}}')
+        assert load_last() == {"model": "m"}
