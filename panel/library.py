@@ -30,7 +30,7 @@ from veloxquant.panel.ports import (
 from veloxquant.panel.text import clean, settings_words
 from veloxquant.planning import doctor
 from veloxquant.planning.baseline import baseline_note
-from veloxquant.planning.fit import FitRow, best_start, fit_table
+from veloxquant.planning.fit import FitRow, best_start, fit_table, longest
 from veloxquant.planning.method_settings import SettingsError, fields_of, parse_setting, refusal
 from veloxquant.planning.model_shape import ModelShape, ShapeError, read_shape
 from veloxquant.planning.models import LocalModel, Scan, model_roots, scan_models
@@ -145,7 +145,7 @@ class PlanningLibrary:
             )  # fmt: skip
         except (ShapeError, ValueError, OSError) as error:
             return replace(item, fits_note="sizes unknown", why_not=str(error))
-        best = _longest(rows, template.method)
+        best = longest(rows, template.method)
         short = 0 if best is None else best.max_context or 0
         lacking = ""
         if not short:
@@ -276,19 +276,6 @@ def _words(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     return str(value)
-
-
-def _longest(rows: list[FitRow], preferred: str) -> FitRow | None:
-    """The method to name in the list: fp16 or the user's while they reach as far as any."""
-    whole = [row for row in rows if row.max_context is not None and row.kind != "eviction"]
-    if not whole:
-        return None
-    most = max(row.max_context or 0 for row in whole)
-    reach = {row.method: row for row in whole if row.max_context == most}
-    for name in (preferred, "fp16"):
-        if name in reach:
-            return reach[name]
-    return next(iter(reach.values()))
 
 
 def _facts(model: LocalModel, shape: ModelShape) -> tuple[tuple[str, str], ...]:

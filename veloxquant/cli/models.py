@@ -8,6 +8,8 @@ from typing import Any
 
 from veloxquant.cli import exit_codes
 from veloxquant.cli.output import CliError, count, envelope, gib, result, styled, table, talk
+from veloxquant.config.settings import load_settings
+from veloxquant.config.small_models import options_by_method
 from veloxquant.planning.fit import fit_table, longest
 from veloxquant.planning.model_shape import ShapeError, read_shape
 from veloxquant.planning.models import (
@@ -24,8 +26,6 @@ from veloxquant.planning.room import Room, assumed_room, measure_room
 
 def scan() -> Scan:
     """Models in all folders that the settings name."""
-    from veloxquant.config.settings import load_settings
-
     return scan_models(model_roots(load_settings().value("models.folders")))
 
 
@@ -63,7 +63,12 @@ def reach(model: LocalModel, room: Room) -> tuple[int | None, str]:
         shape = read_shape(model.path)
     except ShapeError:
         return None, ""
-    row = longest(fit_table(shape, shape.native_context, 1, room.nbytes))
+    settings = load_settings()
+    table = fit_table(
+        shape, shape.native_context, 1, room.nbytes,
+        options=options_by_method(model.params), answer=settings.value("server.max_tokens"),
+    )  # fmt: skip
+    row = longest(table, settings.value("server.method"))
     return (row.max_context, row.method) if row else (0, "")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from veloxquant.cli import exit_codes
 from veloxquant.cli.control import call, is_running, peek, refused
+from veloxquant.cli.log_file import last_lines
 from veloxquant.cli.output import CliError, clean, envelope, gib, result, talk
 from veloxquant.cli.starting import wait_until_ready
 from veloxquant.config.settings import load_settings
@@ -226,12 +227,9 @@ def shut_down() -> str:
 
 def logs(args: argparse.Namespace) -> int:
     """Show the newest lines, and go on with new ones when asked to."""
-    if not is_running():
-        raise CliError(
-            "No supervisor is running, so there is no log.", "Start a server with `vq up`.",
-            exit_codes.NOT_FOUND, "not_running",
-        )  # fmt: skip
     args.level = args.level or load_settings().value("logs.level")
+    if not is_running():
+        return _last_log(args)
     answer = call("logs", {"last": args.last, "level": args.level, "grep": args.grep})
     for line in answer["lines"]:
         result(json.dumps(line, ensure_ascii=False) if args.json else _log_line(line))
@@ -240,6 +238,24 @@ def logs(args: argparse.Namespace) -> int:
     if args.follow:
         shown = max((line.get("seq", -1) for line in answer["lines"]), default=-1)
         return _until_interrupted(_follow(args, shown))
+    return exit_codes.OK
+
+
+def _last_log(args: argparse.Namespace) -> int:
+    """What the file says that the last supervisor left."""
+    from veloxquant.supervisor.paths import find
+
+    path = find().log / "server.log"
+    lines = last_lines(path, args.last, LEVELS[LEVELS.index(args.level) :], args.grep)
+    if not lines:
+        raise CliError(
+            "No supervisor is running, and the last one left no such lines.",
+            "Start a server with `vq up`.", exit_codes.NOT_FOUND, "not_running",
+        )  # fmt: skip
+    talk("note: no supervisor is running; these are the last lines of its log file")
+    for line in lines:
+        text = f"{line['time']} {line['level'].upper():7} {line['source']:10} {clean(line['text'])}"
+        result(json.dumps(line, ensure_ascii=False) if args.json else text)
     return exit_codes.OK
 
 

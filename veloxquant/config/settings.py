@@ -80,7 +80,7 @@ SETTINGS: dict[str, Setting] = {
                 ("debug", "info", "warning", "error")),
         Setting("look.theme", str, "auto", "colours of the panel", THEMES),
         Setting("look.ascii", bool, False, "draw with ASCII only"),
-        Setting("chat.temperature", float, 0.7, "0: always the likeliest word; 2: wild",
+        Setting("chat.temperature", float, 0.7, "of the panel's chat; 0: always the likeliest word",
                 low=0, high=2),
         Setting("panel.quit", str, "ask", "the server when the panel closes",
                 ("ask", "stop", "keep")),

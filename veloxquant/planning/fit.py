@@ -274,12 +274,12 @@ def _rank(row: FitRow) -> tuple[Any, ...]:
 def longest(table: Sequence[FitRow], preferred: str = BASELINE) -> FitRow | None:
     """The row to name in a list of models: the longest context with every token kept.
 
-    Of equally long ones the uncompressed one, else the preferred one; None when nothing fits.
+    Of equally long ones the preferred one, else the uncompressed one; None when nothing fits.
     """
     whole = [row for row in table if row.max_context and row.kind != "eviction"]
     most = max((row.max_context or 0 for row in whole), default=0)
     reach = {row.method: row for row in whole if row.max_context == most}
-    for name in (BASELINE, preferred):
+    for name in (preferred, BASELINE):
         if name in reach:
             return reach[name]
     return next(iter(reach.values()), None)

@@ -31,7 +31,7 @@ def test_list(run: Run, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(demo) in run("models", "ls", "--paths")[1]
     data = json.loads(run("models", "ls", "--json")[1])["data"]
     assert data["models"][0]["runnable"] is True
-    assert data["models"][0]["fits_method"] == "fp16"
+    assert data["models"][0]["fits_method"] == "turboquant_rvq"
     assert "path" not in data["models"][0]
 
 
@@ -98,7 +98,7 @@ def test_list_by_fit_puts_what_fits_longest_first(
     assert run("models", "ls", "-q")[1].split() == ["A-bad", "A-short", "Tiny-1B"]
     lines = run("models", "ls", "--sort", "fit")[1].splitlines()[1:]
     assert [line.split()[0] for line in lines] == ["Tiny-1B", "A-short", "A-bad"]
-    assert "512 fp16" in lines[1]
+    assert "512 turboquant_rvq" in lines[1]
     assert run("models", "ls", "--sort", "fit", "-q")[1].split()[0] == "Tiny-1B"
     assert json.loads(run("models", "ls", "-q", "--json")[1])["data"]["models"]
     monkeypatch.setattr(models, "room_now", lambda: assumed_room(1 << 20))

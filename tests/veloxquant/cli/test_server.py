@@ -12,6 +12,7 @@ from veloxquant.config.last_start import load_last
 from veloxquant.supervisor.client import CommandError, LinkChange, NotConnectedError
 from veloxquant.supervisor.failures import FAILURES, fault
 from veloxquant.supervisor.history import History
+from veloxquant.supervisor.logs import format_line
 from veloxquant.supervisor.messages import (
     Event,
     LaunchSpec,
@@ -25,6 +26,7 @@ from veloxquant.supervisor.messages import (
     Stats,
     plain,
 )
+from veloxquant.supervisor.paths import find
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -370,3 +372,26 @@ def test_up_rewrites_the_line_of_a_stage_on_a_terminal(
         "now    canary   recall check, 598 token",
     ]
     assert shown[3].startswith("error:")
+
+
+def test_logs_of_a_supervisor_that_has_gone_are_read_from_its_file(run: Run, home: Path) -> None:
+    assert run("logs")[0] == exit_codes.NOT_FOUND
+    folder = find().log
+    folder.mkdir(parents=True)
+    lines = [
+        format_line(Log(level=level, source="serving", text=text, wall=wall))
+        for level, text, wall in (
+            ("debug", "quiet", 1.5), ("info", "one", 2.5), ("error", "it broke \x1b[2J", 3.5),
+        )
+    ]  # fmt: skip
+    (folder / "server.log").write_text("".join(lines) + "a line of another kind\n")
+    code, out, err = run("logs")
+    assert code == 0
+    assert out.splitlines()[0].endswith("one")
+    assert len(out.splitlines()) == 2
+    assert "\x1b" not in out
+    assert "no supervisor is running" in err
+    assert len(run("logs", "--level", "debug")[1].splitlines()) == 3
+    assert run("logs", "--last", "1", "--grep", "BROKE")[1].count("\n") == 1
+    assert json.loads(run("logs", "--json", "--last", "1")[1])["level"] == "error"
+    assert run("logs", "--grep", "nothing")[0] == exit_codes.NOT_FOUND
