@@ -55,7 +55,7 @@ CACHES := .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 clean:
 	rm -rf $(BUILT)
 
-# asks nothing; `make uninstall MODELS=1` removes the models in our own folder too
+# asks nothing; `make uninstall MODELS=1` removes the demo model too
 uninstall:
 	@if [ -x $(BIN)/vq ]; then $(BIN)/vq uninstall $(if $(filter-out 0 no,$(MODELS)),--models); \
 	  else echo "no $(BIN)/vq, so settings and state stay; \`make setup\` makes it"; fi

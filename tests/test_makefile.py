@@ -95,7 +95,11 @@ def test_uninstall_takes_all_but_sources_and_models(
     assert ours == [models.parent], "settings and state are gone, and the supervisor with them"
     again = make(tree, environment, "uninstall", "MODELS=1")
     assert (again.returncode, models.exists()) == (0, True), "without .venv there is nothing to ask"
-    script(tree / ".venv/bin/vq", f'#!/bin/sh\nexec {sys.executable} -P -m veloxquant "$@"\n')
+    vq_ = f'#!/bin/sh\nexec {sys.executable} -P -m veloxquant "$@"\n'
+    script(tree / ".venv/bin/vq", vq_)
+    assert f"kept {models / 'Mine'}" in make(tree, environment, "uninstall", "MODELS=1").stdout
+    (models / "Mine").rmdir()
+    script(tree / ".venv/bin/vq", vq_)
     assert make(tree, environment, "uninstall", "MODELS=1").returncode == 0
     assert not models.parent.exists()
     assert hub.is_dir()

@@ -188,7 +188,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("shutdown", "stop the server and the supervisor", "server:shutdown"),
     Command("uninstall", "remove settings, state and fitted constants of this program",
             "uninstall:run", (
-        flag("--models", action="store_true", help="remove also the models in its own folder"),
+        flag("--models", action="store_true", help="remove also the demo model that it made"),
     ), epilog="It asks nothing. What runs is stopped first. The Hugging Face cache stays always."),
     Command("completion", "print the line that turns on completion", "completion:run", (
         flag("shell", choices=("bash", "zsh", "fish"), help="your shell"),
