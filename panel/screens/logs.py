@@ -22,6 +22,8 @@ class LogsScreen(AreaScreen):
     """The log as the supervisor keeps it, newest at the bottom."""
 
     AREA = "logs"
+    # not the filter, which comes first: it would take keys that were meant for the panel
+    AUTO_FOCUS = "#logs-lines"
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("logs")]
 
     def body(self) -> ComposeResult:
