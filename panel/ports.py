@@ -83,7 +83,6 @@ class FitItem:
     bits: float | None = None
     kv: int | None = None
     kv_high: int | None = None
-    reading: int | None = None
     peak: int | None = None
     max_context: int | None = None
     fits: bool = False
@@ -91,6 +90,7 @@ class FitItem:
     note: str = ""
     blurb: str = ""
     limit: str = ""
+    reading: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
