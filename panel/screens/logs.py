@@ -23,7 +23,7 @@ class LogsScreen(AreaScreen):
 
     AREA = "logs"
     # not the filter, which comes first: it would take keys that were meant for the panel
-    AUTO_FOCUS = "#logs-lines"
+    AUTO_FOCUS = ""
     BINDINGS: ClassVar[list[BindingType]] = [*bindings.of("logs")]
 
     def body(self) -> ComposeResult:
