@@ -74,8 +74,8 @@ def install(report: Report = lambda _: None, folder: Path | None = None) -> Path
         folder: the folder to write; the user's model folder by default.
 
     Raises:
-        DemoModelError: when the disk is short, the download fails, or the file is not the one
-            expected.
+        DemoModelError: when something else is in its place, the disk is short, the download fails,
+            or the file is not the one expected.
     """
     folder = folder or demo_folder()
     if is_complete(folder):
@@ -84,6 +84,7 @@ def install(report: Report = lambda _: None, folder: Path | None = None) -> Path
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _sweep(folder.parent)
+        _check_place(folder)
         _check_space(folder.parent)
         # beside the target, so that the last step is a rename within one disk
         with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder.parent) as scratch:
@@ -109,6 +110,16 @@ def _sweep(folder: Path) -> None:
     for left in folder.glob(f"{SCRATCH}*"):
         if time.time() - left.stat().st_mtime > 2 * DOWNLOAD_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _check_place(folder: Path) -> None:
+    known = {*FILES, "README.md"}
+    ours = folder.is_dir() and not folder.is_symlink()
+    if folder.exists() and not (ours and all(item.name in known for item in folder.iterdir())):
+        raise DemoModelError(
+            f"{folder} is no demo model of this program, and was left alone.",
+            "Move it away, then fetch the demo model again.",
+        )
 
 
 def _check_space(folder: Path) -> None:
@@ -204,8 +215,13 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _put(made: Path, folder: Path) -> None:
-    """Move the finished folder into place; a broken earlier one makes way."""
+    """Move the finished folder into place; a broken earlier one of ours makes way.
+
+    Raises:
+        DemoModelError: when the place is taken by something else.
+    """
     if folder.exists():
+        _check_place(folder)
         shutil.rmtree(folder)
     try:
         os.rename(made, folder)  # noqa: PTH104 - Path.rename says the same

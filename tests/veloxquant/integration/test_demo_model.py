@@ -81,6 +81,25 @@ def test_install_replaces_a_broken_folder(tmp_path: Path, pip: dict[str, Any]) -
     assert is_complete(install(folder=tmp_path / "demo"))
 
 
+@pytest.mark.parametrize("kind", ["notes", "file", "link"])
+def test_install_leaves_what_is_not_its_own(tmp_path: Path, pip: dict[str, Any], kind: str) -> None:
+    place, other = tmp_path / "demo", tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("mine")
+    if kind == "link":
+        place.symlink_to(other)
+    elif kind == "file":
+        place.write_text("mine")
+    else:
+        place.mkdir()
+        (place / "notes.txt").write_text("mine")
+    with pytest.raises(DemoModelError, match="left alone"):
+        install(folder=place)
+    assert pip["calls"] == 0, "it is said before the download"
+    assert place.exists()
+    assert (other / "config.json").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("stderr", "message", "hint"),
     [
