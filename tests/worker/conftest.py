@@ -14,6 +14,7 @@ from veloxquant.worker.admission import Admission
 from veloxquant.worker.caches import config_of
 from veloxquant.worker.engine import Engine
 from veloxquant.worker.gate import open_gate
+from veloxquant.worker.gauges import look
 from veloxquant.worker.jobs import Delta, Job, Sampling
 from veloxquant.worker.meter import Meter
 from veloxquant.worker.startup import Stages, prepare
@@ -58,6 +59,18 @@ class Bench:
         asked.job = job
         self.engine.submit(job)
         return asked
+
+    def after_each_step(self, look_at: Callable[[list[Job], Any], None]) -> None:
+        """Call with the running jobs and the gauges after each step from now on."""
+        engine, real_step = self.engine, self.engine._step
+
+        def step() -> None:
+            real_step()
+            engine._batch.synchronize()
+            jobs, reading = list(engine._rows.values()), engine._meter.read()
+            look_at(jobs, look(engine._serving, engine._batch, engine._admission, jobs, reading))
+
+        engine._step = step  # type: ignore[method-assign]
 
     def close(self) -> None:
         self.engine.stop()

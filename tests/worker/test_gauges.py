@@ -8,7 +8,6 @@ import pytest
 
 from veloxquant.cache.table import TABLE
 from veloxquant.memory.walker import arrays_in
-from veloxquant.worker.gauges import look
 from veloxquant.worker.jobs import Sampling
 
 LONG, SHORT, ANSWER = 600, 200, 24
@@ -47,20 +46,15 @@ class Look(NamedTuple):
 
 def watch(bench: Any) -> list[Look]:
     """Look at the gauges after each step from now on."""
-    engine, seen = bench.engine, []
-    real_step = engine._step
+    seen: list[Look] = []
 
-    def step() -> None:
-        real_step()
-        engine._batch.synchronize()
-        jobs = list(engine._rows.values())
-        gauges = look(engine._serving, engine._batch, engine._admission, jobs, engine._meter.read())
-        arrays = len(arrays_in(engine._batch.cache_lists())) if PER_ARRAY else 0
+    def note(jobs: list[Any], gauges: Any) -> None:
+        arrays = len(arrays_in(bench.engine._batch.cache_lists())) if PER_ARRAY else 0
         slack = 1024 + gauges.kv_claimed // 1000 + PER_ARRAY * arrays
         tokens = tuple(job.output_tokens for job in jobs)
         seen.append(Look(gauges.kv_claimed, gauges.kv_resident, tokens, slack))
 
-    engine._step = step
+    bench.after_each_step(note)
     return seen
 
 

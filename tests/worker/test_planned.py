@@ -11,7 +11,6 @@ from veloxquant.cache.table import TABLE
 from veloxquant.planning.fit import Sizer
 from veloxquant.planning.method_settings import config_of
 from veloxquant.planning.model_shape import read_shape
-from veloxquant.worker.gauges import look
 
 PROMPT, ANSWER = 600, 60
 CLOSE = 0.05
@@ -32,18 +31,14 @@ WAITS = {"knorm"}
 
 def claims(bench: Any) -> tuple[list[int], list[int]]:
     """Bytes that the caches claim after each step: while the prompt is read, and afterwards."""
-    engine, reading, seen = bench.engine, [], []
-    real_step = engine._step
+    reading: list[int] = []
+    seen: list[int] = []
 
-    def step() -> None:
-        real_step()
-        engine._batch.synchronize()
-        jobs = list(engine._rows.values())
-        gauges = look(engine._serving, engine._batch, engine._admission, jobs, engine._meter.read())
+    def note(jobs: list[Any], gauges: Any) -> None:
         if jobs:
             (seen if jobs[0].output_tokens > 1 else reading).append(gauges.kv_claimed)
 
-    engine._step = step
+    bench.after_each_step(note)
     return reading, seen
 
 

@@ -7,7 +7,7 @@ counters, shapes and types are those that the codec would have made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import mlx.core as mx
 
@@ -41,6 +41,18 @@ class Version:
     def __repr__(self) -> str:
         """What to do instead of saving it."""
         return OWN_FILES
+
+
+def refuse_state(kind: type) -> NoReturn:
+    """Say what to do with a state that nobody built a cache for.
+
+    Raises:
+        CacheStateError: always.
+    """
+    raise CacheStateError(
+        f"a state does not tell the settings of its {kind.__name__}; build the cache and assign "
+        f"`cache.state = state`; {OWN_FILES}"
+    )
 
 
 class Fitted(Protocol):

@@ -19,10 +19,10 @@ from veloxquant.cache.attend import Fresh, Mask, Run, attend, decode_range
 from veloxquant.cache.batch import RowBatch
 from veloxquant.cache.by_config import ByConfig
 from veloxquant.cache.fitting import (
-    OWN_FILES,
     STATE_VERSION,
     Version,
     fitting_state,
+    refuse_state,
     shape_of_rows,
 )
 from veloxquant.cache.store import Store
@@ -340,10 +340,7 @@ class LayerCache(metaclass=ByConfig):
             CacheStateError: always, with what to do instead.
         """
         del state, meta_state
-        raise CacheStateError(
-            f"a state does not tell the settings of its {cls.__name__}; build the cache and assign "
-            f"`cache.state = state`; {OWN_FILES}"
-        )
+        refuse_state(cls)
 
     def fits_plan(self, offset: int, held: list[int]) -> bool:
         """Whether stores of these lengths, in the order of `layout`, may hold `offset` tokens."""

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from veloxquant.cache.batch import RowBatch
 from veloxquant.cache.context import LayerContext
-from veloxquant.cache.fitting import OWN_FILES, Version
+from veloxquant.cache.fitting import Version, refuse_state
 from veloxquant.config.kv_cache import BASELINE, KVCacheConfig
 from veloxquant.core.exceptions import CacheStateError
 from veloxquant.memory.block import PoolConfig
@@ -102,9 +102,7 @@ class Fp16KVCache(PoolBackedKVCache):
             CacheStateError: always, with what to do instead.
         """
         del state, meta_state
-        raise CacheStateError(
-            f"build the {cls.__name__} and assign `cache.state = state`; {OWN_FILES}"
-        )
+        refuse_state(cls)
 
     def compact_state(self) -> tuple[Any, Any]:
         """What goes into a file: keys and values of the tokens held."""
